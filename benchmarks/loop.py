@@ -166,6 +166,11 @@ def ours(
         callbacks=[Heard()],
         find_unused_parameters=False,
     )
+    return epochs_of(trainer)
+
+
+def epochs_of(trainer: mpitrain.Trainer) -> Callable[[int], None]:
+    """Return what trains an epoch of a trainer of one stage."""
     engine = trainer.set_up()
     (stage,) = engine.plan.stages
     engine.start_stage(stage)

@@ -33,6 +33,10 @@ from stages.sitecustomize import STAGES
 
 from mpitrain.warm.fork_server import SOCKET
 
+# Where it is set, as in images of containers, a clone of ours is compiled at each
+# start; an installed package, as theirs are, has been.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
 HERE = Path(__file__).parent
 BIN = Path(sys.prefix) / "bin"
 HOOKS = f"{HERE / 'stages'}:{os.environ.get('PYTHONPATH', '')}"

@@ -9,6 +9,7 @@ from typing import Any
 from torch.utils import data as torchs
 from torch.utils.data import default_collate
 
+from mpitrain.config import NumWorkers
 from mpitrain.data.in_memory import InMemory
 from mpitrain.data.iterable import IterableStyle
 from mpitrain.data.map_style import GETTERS, PAIR, MapStyle
@@ -42,7 +43,7 @@ def build_samples(
     seed: int,
     world: World,
     ranks: Communicator,
-    num_workers: int = 0,
+    num_workers: NumWorkers = 0,
     skip: bool = False,
     collate_fn: CollateFn | None = None,
 ) -> Samples:
@@ -54,7 +55,7 @@ def build_samples(
     """
     if isinstance(dataset, InMemory | MapStyle | IterableStyle):
         return dataset
-    refuse_loader(dataset, what)
+    check_data_set(dataset, what)
     classes = ranks.on_rank_zero(lambda: classes_of(dataset)[1], "share the classes")
     method, collate_fn = start_method(world.num_nodes), collate_fn or default_collate
     if not is_map_style(dataset):
@@ -62,7 +63,7 @@ def build_samples(
         stream = IterableStyle(
             dataset,
             seed=seed,
-            num_workers=num_workers,
+            num_workers=0 if num_workers == "auto" else num_workers,
             method=method,
             collate_fn=collate_fn,
         )
@@ -89,6 +90,7 @@ def build_samples(
             dataset,
             seed=seed,
             num_workers=num_workers,
+            world=world,
             method=method,
             skip=skip,
             pin=world.device != "cpu",
@@ -133,8 +135,11 @@ def _warn_if_random(
     return found
 
 
-def refuse_loader(dataset: Any, what: str) -> None:
-    """Refuse a `DataLoader`, also one within torch's wrappers: it yields batches."""
+def check_data_set(dataset: Any, what: str) -> None:
+    """Refuse several sets, and a `DataLoader`, which yields batches.
+
+    Also one within torch's wrappers.
+    """
     is_like_one = hasattr(dataset, "batch_size") and hasattr(dataset, "collate_fn")
     is_like_one &= not hasattr(dataset, "__getitem__")
     if isinstance(dataset, torchs.DataLoader) or is_like_one:
@@ -144,7 +149,15 @@ def refuse_loader(dataset: Any, what: str) -> None:
             "as global_batch_size and num_workers (--global-batch-size, --num-workers)"
         ).on_all_ranks()
     for inner in _wrapped(dataset):
-        refuse_loader(inner, what)
+        check_data_set(inner, what)
+    if isinstance(dataset, list | tuple | dict) and dataset:
+        first = next(iter(dataset.values() if type(dataset) is dict else dataset))
+        if isinstance(first, torchs.Dataset):
+            raise DataError(
+                f"{what} is a {type(dataset).__name__} of data sets; expected one, "
+                "such as a ConcatDataset; or several as val_data, by names that are "
+                'texts: {"clean": one, "noisy": other}'
+            ).on_all_ranks()
 
 
 def classes_of(dataset: Any) -> tuple[Any, tuple[str, ...]]:

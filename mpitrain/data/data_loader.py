@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mpitrain.config import NumWorkers
 from mpitrain.data.custom import build_samples
 from mpitrain.data.loader import Batch, BatchLoader
 from mpitrain.data.samples import CollateFn
@@ -50,7 +51,8 @@ class DataLoader:
         shuffle: Whether each epoch has an order of its own.
         seed: Of the orders.
         collate_fn: As of torch's `DataLoader`; ``None``: torch's.
-        num_workers: Processes that read ahead on each rank.
+        num_workers: Processes that read ahead on each rank; ``"auto"``: the number
+            is found while it is read (not of an iterable data set, which has none).
         min_rows: Rows of a batch; batch norm needs 2 in training.
 
     Attributes:
@@ -71,7 +73,7 @@ class DataLoader:
         shuffle: bool = True,
         seed: int = 1,
         collate_fn: CollateFn | None = None,
-        num_workers: int = 0,
+        num_workers: NumWorkers = 0,
         min_rows: int = 1,
     ) -> None:
         world = require_world("mpitrain.DataLoader")

@@ -33,11 +33,11 @@ class Batch:
     inputs: Any
     """`(N or more, ...)`; with `Task.prepends_partner` one row more in front. Or what
     ``collate_fn`` returned, if that is no pair."""
-    targets: Any  # `(N or more, ...)`; likewise
-    indices: Indices  # numbers of the N samples, int64 `(N,)`
-    num_rows: int  # N, or more with padding; that many losses are expected
-    epoch: int = 0  # of the training, from 1; 0 in an evaluation
-    step: int = 0  # of the epoch, from 0
+    targets: Any  #: `(N or more, ...)`; likewise
+    indices: Indices  #: numbers of the N samples, int64 `(N,)`
+    num_rows: int  #: N, or more with padding; that many losses are expected
+    epoch: int = 0  #: of the training, from 1; 0 in an evaluation
+    step: int = 0  #: of the epoch, from 0
 
     def __len__(self) -> int:
         """Return the number of samples N."""
@@ -100,8 +100,7 @@ class BatchLoader:
         self, rank_shard: RankShard, epoch: int
     ) -> Generator[RankStep, None, None]:
         """Yield this rank's part of every step; collective if some may be missing."""
-        min_rows = self._min_rows + rank_shard.prepends_partner
-        rank_shard = replace(rank_shard, min_rows=min_rows)
+        rank_shard = self._with_rows(rank_shard)
         if self.samples.may_skip:
             yield from self._of_unknown_size(rank_shard, epoch)
             return
@@ -122,9 +121,14 @@ class BatchLoader:
     def read(self, rank_shard: RankShard, indices: Indices, epoch: int) -> Batch:
         """Read a batch in this process, of samples with known numbers; local."""
         assert not isinstance(self.samples, IterableStyle)
+        rank_shard = self._with_rows(rank_shard)
+        loaded = self.samples.read(indices, epoch, rank_shard.min_rows)
+        return self._batch(loaded, rank_shard, epoch)
+
+    def _with_rows(self, rank_shard: RankShard) -> RankShard:
+        """Let each batch of a shard have the rows that it needs at least."""
         min_rows = self._min_rows + rank_shard.prepends_partner
-        loaded = self.samples.read(indices, epoch, min_rows)
-        return self._batch(loaded, replace(rank_shard, min_rows=min_rows), epoch)
+        return replace(rank_shard, min_rows=min_rows)
 
     def _prepare_many(
         self,

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 from torch.utils.data import DataLoader, Dataset, Subset, default_collate
 
+from mpitrain.config import NumWorkers
 from mpitrain.data.randomness import own_random_state, sample_seeds, seed_all, uniform
 from mpitrain.data.samples import (
     BadSample,
@@ -19,6 +21,7 @@ from mpitrain.data.samples import (
     leaves_of,
 )
 from mpitrain.data.sharding import Indices, RankShard, epoch_order
+from mpitrain.data.worker_pool import Keys, WorkerPool
 from mpitrain.data.workers import (
     StartMethod,
     build_loader,
@@ -26,6 +29,7 @@ from mpitrain.data.workers import (
     worker_context,
 )
 from mpitrain.errors import DataError
+from mpitrain.mpi.world import World
 
 PAIR = 2
 GETTERS = ("__getitem__", "__getitems__")
@@ -38,6 +42,7 @@ PADDING = -1  # in place of the number of a sample, see `collate`
 class MapStyle:
     """A `SampleReader` or a custom map-style data set, read sample by sample.
 
+    With ``num_workers="auto"`` the cores of `world` bound the number that is found.
     `skip` leaves out samples that cannot be read; `pin` reads into pinned memory;
     `order` replaces the plain permutation of `Samples.order`; `collate_fn` is
     `DataLoader`'s.
@@ -50,7 +55,8 @@ class MapStyle:
         dataset: Any,
         *,
         seed: int,
-        num_workers: int = 0,
+        num_workers: NumWorkers = 0,
+        world: World | None = None,
         method: StartMethod = "fork",
         random_crops: bool = False,
         skip: bool = False,
@@ -66,19 +72,22 @@ class MapStyle:
         self._batch_sampler = _BatchSampler()
         self._collate = functools.partial(collate, collate_fn, skip=skip)
         self._order = order
-        self._loader: DataLoader[Any] | None = None
+        self._loader: DataLoader[Any] | WorkerPool | None = None
         self._first: tuple[int, Any] | None = None  # number and sample
-        self._options: dict[str, Any] = {
-            "batch_sampler": self._batch_sampler,
-            "collate_fn": self._collate,
-            "num_workers": num_workers,
-            "pin_memory": pin,
-        }
+        options: dict[str, Any] = {"collate_fn": self._collate, "pin_memory": pin}
+        if num_workers == "auto":
+            assert world is not None
+            self._build: Callable[[], DataLoader[Any] | WorkerPool] = functools.partial(
+                WorkerPool, self._sample_dataset, world, method, **options
+            )
+            return
+        options |= {"batch_sampler": self._batch_sampler, "num_workers": num_workers}
         if num_workers:
-            self._options |= {
+            options |= {
                 "multiprocessing_context": worker_context(method),
                 "persistent_workers": True,
             }
+        self._build = functools.partial(build_loader, self._sample_dataset, **options)
 
     def __len__(self) -> int:
         return self.num_samples
@@ -116,17 +125,23 @@ class MapStyle:
         """Read batches, ahead of time if there are workers."""
         self._batch_sampler.rank_shard, self._batch_sampler.epoch = rank_shard, epoch
         if self._loader is None:
-            self._loader = build_loader(self._sample_dataset, **self._options)
-        yield from map(raise_if_bad, iterate_loader(self._loader))
+            self._loader = self._build()
+        if isinstance(self._loader, WorkerPool):
+            steps = self._batch_sampler.steps()
+            batches = self._loader.batches(steps, is_training=epoch > 0)
+        else:
+            batches = iterate_loader(self._loader)
+        yield from map(raise_if_bad, batches)
 
     def read(self, indices: Indices, epoch: int, min_rows: int) -> LoadedBatch:
         """Read some samples in this process, and repeat the last of fewer."""
-        keys = [(epoch, int(index)) for index in indices]
-        keys += [(epoch, PADDING)] * (min_rows - 1)
+        keys = _keys_of(indices, epoch, min_rows)
         return raise_if_bad(self._collate(self._sample_dataset.__getitems__(keys)))
 
     def close(self) -> None:
         """End the workers."""
+        if isinstance(self._loader, WorkerPool):
+            self._loader.close()
         self._loader = None
 
 
@@ -136,10 +151,18 @@ class _BatchSampler:
     rank_shard: RankShard
     epoch: int
 
-    def __iter__(self) -> Iterator[list[tuple[int, int]]]:
-        padding = [(self.epoch, PADDING)] * (self.rank_shard.min_rows - 1)
-        for indices in self.rank_shard:
-            yield [*((self.epoch, int(index)) for index in indices), *padding]
+    def __iter__(self) -> Iterator[Keys]:
+        return itertools.chain.from_iterable(self.steps())
+
+    def steps(self) -> Iterator[list[Keys]]:
+        for _, batches in self.rank_shard.steps():
+            min_rows = self.rank_shard.min_rows
+            yield [_keys_of(indices, self.epoch, min_rows) for indices in batches]
+
+
+def _keys_of(indices: Indices, epoch: int, min_rows: int) -> Keys:
+    padding = [(epoch, PADDING)] * (min_rows - 1)
+    return [*((epoch, int(index)) for index in indices), *padding]
 
 
 class _SampleDataset(Dataset[Any]):

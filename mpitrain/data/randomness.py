@@ -28,10 +28,9 @@ def uniform(
     independent.
     """
     key = _key(seed, epoch, purpose)
-    with np.errstate(over="ignore"):
-        columns = np.arange(num, dtype=np.uint64)
-        counters = indices.astype(np.uint64)[:, None] * np.uint64(num) + columns
-        bits = _mixed(_mixed(counters * _STEP + key) + key)
+    columns = np.arange(num, dtype=np.uint64)
+    counters = indices.astype(np.uint64)[:, None] * np.uint64(num) + columns
+    bits = _mixed(_mixed(counters * _STEP + key) + key)
     return np.asarray((bits >> np.uint64(11)).astype(np.float64) * 2.0**-53)
 
 
@@ -61,7 +60,8 @@ def _mixed(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 def sample_seeds(seed: int, epoch: int, indices: Sequence[int]) -> list[int]:
     """Return the seed of each of some samples of a custom data set."""
     found = uniform(seed, epoch, np.array(indices, np.int64), 1, "sample")[:, 0]
-    return [int(it) for it in found * 2**32]
+    seeds: list[int] = (found * 2**32).astype(np.int64).tolist()
+    return seeds
 
 
 def seed_all(seed: int) -> None:

@@ -90,12 +90,19 @@ def _no_worker_warning() -> Iterator[None]:
 
 def iterate_loader(loader: DataLoader[Any]) -> Iterator[LoadedBatch]:
     """Yield what a loader reads; the end of a killed worker is a `DataError`."""
-    try:
+    with deaths_named(loader.num_workers):
         with _no_worker_warning():
             batches = iter(loader)
         yield from batches
+
+
+@contextlib.contextmanager
+def deaths_named(num_workers: int) -> Iterator[None]:
+    """Raise a `DataError` where torch tells of a killed worker."""
+    try:
+        yield
     except (RuntimeError, OSError, EOFError) as error:
-        death = _death_of_worker(error) if loader.num_workers else None
+        death = _death_of_worker(error) if num_workers else None
         if death is None:
             raise
         raise DataError(

@@ -15,7 +15,7 @@ from mpitrain.data.custom import Samples
 from mpitrain.data.loader import Batch, BatchLoader
 from mpitrain.data.samples import CollateFn, kind_of, to_dtype
 from mpitrain.data.sharding import Indices
-from mpitrain.errors import UsageError
+from mpitrain.errors import DataError, UsageError
 from mpitrain.mpi.shared_arrays import Communicator
 from mpitrain.mpi.world import World
 from mpitrain.tasks.stages import Stage
@@ -149,7 +149,10 @@ class Task:
 
         Not collective, except for the calls of the model.
         """
-        return self.loss(model(batch.inputs), batch.targets)
+        outputs, targets = model(batch.inputs), batch.targets
+        found = self.loss(outputs, targets)
+        refuse_pairs(found, outputs, targets)
+        return found
 
     def validation_step(self, model: Model, batch: Batch) -> Mapping[str, Values]:
         """Return the metrics of a batch by name, ``loss`` too if there is one.
@@ -163,6 +166,7 @@ class Task:
         loss = self.loss(outputs, batch.targets)  # first: it checks the targets
         losses = loss if isinstance(loss, Mapping) else {"loss": loss}
         found = self.metrics(outputs, batch.targets)
+        refuse_pairs({**losses, **found}, outputs, batch.targets)
         self.update_metrics(outputs, batch.targets)
         if twice := losses.keys() & found.keys():
             raise UsageError(
@@ -177,8 +181,10 @@ class Task:
         tuples and dicts of them.
         """
         inputs = batch.inputs
-        # Samples of one tensor, as those of a `TensorDataset`.
-        is_one = isinstance(inputs, tuple | list) and len(inputs) == 1
+        # Samples of one tensor, as those of a `TensorDataset`: `default_collate` makes
+        # a list of it. A list of a custom `collate_fn` is what the model takes.
+        is_list = isinstance(inputs, tuple | list) and self.collate_fn is None
+        is_one = is_list and len(inputs) == 1
         return model(inputs[0] if is_one else inputs)
 
     def loss(self, outputs: Any, targets: Any) -> Losses:
@@ -269,3 +275,24 @@ class Task:
         """
         del stage, loaders, ranks, batch_size
         return TrainedPart(model=model)
+
+
+def refuse_pairs(found: Losses, outputs: Any, targets: Any) -> None:
+    """Refuse losses or metrics of each output with each target: `(N, 1)` and `(N,)`.
+
+    Broadcasting makes them `(N, N)`, which depends on the rows that a rank has.
+    """
+    if not (isinstance(outputs, Tensor) and isinstance(targets, Tensor)):
+        return
+    num = len(targets) if targets.ndim else 0
+    if num < 2 or {outputs.shape, targets.shape} != {(num,), (num, 1)}:
+        return
+    for name, it in (found if isinstance(found, Mapping) else {"loss": found}).items():
+        values = it[0] if isinstance(it, tuple | list) and it else it
+        if getattr(values, "shape", None) == (num, num):
+            raise DataError(
+                f"the {name} pairs each output with each target: outputs, "
+                f"{kind_of(outputs)}, and targets, {kind_of(targets)}, were broadcast "
+                f"to {tuple(values.shape)}. Expected one shape: [:, 0] of the longer "
+                "one; or, if all pairs of a batch are meant, a mean of each row"
+            )

@@ -13,6 +13,7 @@ from launcher import ROOT, Mpi, environment
 BENCHMARKS = {
     "checkpoints.py": "--millions 2 --rounds 2 --json out.json",
     "in_memory.py": "--samples 120 --batch-sizes 64 --rounds 1 --json out.json",
+    "jpeg.py": "--images 24 --image-size 64 --batch-size 8 --rounds 1 --json out.json",
     "loop.py": "--batch-sizes 64 --epochs 2 --json out.json",
     "recording.py": "--rounds 10 --json out.json",
     "scaling.py": "--ranks 1 2 --strategies ddp fsdp --rounds 1 --output out.json",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import numpy as np
@@ -23,9 +24,11 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from mpitrain.data.sharding import Indices, epoch_order
+from mpitrain.data.worker_pool import WorkerPool
 from mpitrain.errors import DataError, UsageError
 from mpitrain.mpi.world import World
 from mpitrain.tasks.image_classification.datasets.named import InMemory
+from mpitrain.train.callbacks import Callback
 from mpitrain.train.trainer import Trainer
 
 pytestmark = pytest.mark.mpi
@@ -63,6 +66,56 @@ def test_a_stream_trains_like_a_set_in_its_order(
         world, data=in_order(NUM_SAMPLES), schedule="constant", warmup_epochs=0
     )
     assert found == pytest.approx(again, rel=1e-9)
+
+
+class Slow(Dataset[Any]):
+    """Digits with noise, from files that are waited for."""
+
+    def __init__(self) -> None:
+        self.data = some(NUM_SAMPLES)
+
+    def __len__(self) -> int:
+        return 4 * NUM_SAMPLES
+
+    def __getitem__(self, index: int) -> Any:
+        time.sleep(0.01)
+        image, label = self.data[index % NUM_SAMPLES]
+        return image + torch.rand(image.shape), label
+
+
+class Readings(Callback):
+    """Keeps the numbers of workers that there were."""
+
+    def __init__(self) -> None:
+        self.seen: list[int] = []
+
+    def on_step_end(self, trainer: Any) -> None:
+        loader = trainer.engine.data.train._loader
+        if isinstance(loader, WorkerPool):
+            self.seen.append(loader.tuner.reading.num_workers)
+
+
+@pytest.mark.parametrize("skip", [False, True])
+def test_a_number_of_workers_that_changes_changes_no_bit(
+    world: World, skip: bool
+) -> None:
+    states, readings = {}, Readings()
+    for num_workers in ("auto", 0, 3):
+        config = config_of(
+            num_workers=num_workers,
+            on_bad_sample="skip" if skip else "stop",
+            micro_batch_size=3,
+            epochs=1,
+        )
+        trainer = Trainer(Net(), Slow(), some(29, "val"), config, world=world)
+        trainer.callbacks.append(readings)
+        trainer.fit()
+        states[num_workers] = trainer.engine.full_state_dict()
+    assert len(set(readings.seen)) > 1, readings.seen
+    if world.is_rank_zero:
+        for name, value in states[0].items():
+            assert torch.equal(states["auto"][name], value)
+            assert torch.equal(states[3][name], value)
 
 
 class InOrder(InMemory):
@@ -225,9 +278,22 @@ def test_data_without_a_sample_0_are_refused(world: World) -> None:
             return {"labels": 1}["label"]
 
     for train_data, kind, words in (
-        ({"train": some(8)}, DataError, "the training data is 'dict' without a sample"),
+        ({"train": some(8)}, DataError, "the training data is a dict of data sets"),
+        ({"x": [1, 2]}, DataError, "the training data is 'dict' without a sample"),
         (Wrong(), KeyError, "label"),
     ):
         trainer = Trainer(Net(), train_data, some(8), config_of(), world=world)
         with pytest.raises(kind, match=words):
             trainer.fit()
+
+
+@pytest.mark.parametrize("kind", [list, tuple, enumerate])
+@pytest.mark.parametrize("name", ["train", "val"])
+def test_several_data_sets_without_names_are_refused(
+    world: World, kind: Any, name: str
+) -> None:
+    several = kind([some(20), some(5)])
+    several = dict(several) if kind is enumerate else several
+    given = {"train": some(20), "val": None} | {name: several}
+    with pytest.raises(DataError, match=r"the \w+ data is a (list|tuple|dict) of data"):
+        Trainer(Net(), given["train"], given["val"], config_of(), world=world).fit()

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from single_process import SingleProcess
+from single_process import lone_communicator
 from test_data import LONE
 from torch import Tensor
 from torch.utils.data import (
@@ -36,13 +36,13 @@ ALL = RankShard(
 
 def samples_of(dataset: Any) -> Samples:
     return build_samples(
-        dataset, "the training data", seed=1, world=LONE, ranks=SingleProcess()
+        dataset, "the training data", seed=1, world=LONE, ranks=lone_communicator()
     )
 
 
 def load(name: str) -> Data:
     config = DataConfig(data=f"{__name__}:{name}")
-    return load_data(config, seed=1, world=LONE, ranks=SingleProcess())
+    return load_data(config, seed=1, world=LONE, ranks=lone_communicator())
 
 
 def pairs() -> TensorDataset:
@@ -328,5 +328,5 @@ def test_whether_custom_bytes_are_normalized_is_left_to_the_trainer(
 ) -> None:
     """So that the command and a script do alike."""
     config = DataConfig(data=f"{__name__}:of_bytes", **asked)
-    data = load_data(config, seed=1, world=LONE, ranks=SingleProcess())
+    data = load_data(config, seed=1, world=LONE, ranks=lone_communicator())
     assert data.statistics is None

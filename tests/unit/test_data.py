@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from single_process import LONE, SingleProcess
+from single_process import LONE, lone_communicator
 
 from mpitrain.config import DataConfig
 from mpitrain.data import sharding
@@ -157,7 +157,7 @@ def empty() -> tuple[list[int], list[int]]:
 )
 def test_data_that_is_none_is_named(name: str, error: type, words: str) -> None:
     with pytest.raises(error, match=words):
-        load_data(DataConfig(data=name), seed=1, world=LONE, ranks=SingleProcess())
+        load_data(DataConfig(data=name), seed=1, world=LONE, ranks=lone_communicator())
 
 
 def test_a_callable_is_given_what_it_takes_by_name() -> None:

@@ -80,6 +80,24 @@ def test_an_image_does_not_depend_on_its_batch(channels: int) -> None:
     assert not torch.equal(ours(images, numbers, EPOCH + 1), whole)
 
 
+@pytest.mark.parametrize(
+    "memory_format", [torch.contiguous_format, torch.channels_last]
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("flip", [True, False])
+def test_large_images_have_the_bits_of_their_parts(
+    memory_format: torch.memory_format, dtype: torch.dtype, flip: bool
+) -> None:
+    """Small images take another way."""
+    images, numbers = images_of(9, (3, 64, 70), torch.uint8), numbers_of(9)
+    images = images.contiguous(memory_format=memory_format)
+    ours = pixels(mean=(0.1, 0.2, 0.3), std=(0.3, 0.2, 0.7), dtype=dtype, flip=flip)
+    whole = ours(images, numbers, EPOCH)
+    bands = [ours(it, numbers, EPOCH) for it in images.split(8, dim=2)]
+    assert whole.dtype == dtype
+    assert torch.equal(whole, torch.cat(bands, dim=2))
+
+
 def test_no_images_are_no_images() -> None:
     nothing = images_of(0, (3, 8, 8), torch.uint8)
     found = pixels(border=2, flip=True)(nothing, numbers_of(0), EPOCH)

@@ -132,7 +132,8 @@ def _rgb(image: Image.Image) -> Image.Image:
         raise ValueError(f"mode {image.mode!r}, expected 8 or 16 bits per channel")
     if image.mode == "P" and "transparency" in image.info:
         image = image.convert("RGBA")  # straight to RGB, Pillow warns
-    return image.convert("RGB")
+    image.load()
+    return image if image.mode == "RGB" else image.convert("RGB")  # would copy it
 
 
 def _resize(

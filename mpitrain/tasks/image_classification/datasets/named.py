@@ -16,9 +16,9 @@ from mpitrain.config import DATA_DIR, DataConfig
 from mpitrain.data.custom import (
     Samples,
     build_samples,
+    check_data_set,
     classes_of,
     is_map_style,
-    refuse_loader,
 )
 from mpitrain.data.in_memory import InMemory
 from mpitrain.data.map_style import MapStyle
@@ -54,8 +54,6 @@ FORMATS: Mapping[str, tuple[Callable[[Path], FileIndex], type[ImageReader]]] = {
 """Sets that are read sample by sample: how they are scanned, and read."""
 
 DEFAULT_IMAGE_SIZE = 224
-MAX_WORKERS = 8  # of `--num-workers auto`
-
 GRID = 4  # rows and columns of coloured fields in an image
 NOISE_DIVISOR = 4  # a quarter of a byte's values is noise; the colours have the others
 
@@ -217,14 +215,12 @@ def _load_indexed(
     )
     size = config.image_size or facts["size"] or DEFAULT_IMAGE_SIZE
     readers = build_readers(reader_type, data_dir, index, size)
-    spare = max(0, min(MAX_WORKERS, world.num_cores - 1))
-    num_workers = spare if config.num_workers == "auto" else config.num_workers
-
     samples = {
         part: MapStyle(
             reader,
             seed=seed,
-            num_workers=num_workers,
+            num_workers="auto" if config.num_workers is None else config.num_workers,
+            world=world,
             method=start_method(world.num_nodes),
             random_crops=part == "train" and config.random_resized_crop,
             skip=config.on_bad_sample == "skip",
@@ -259,7 +255,7 @@ def _load_custom(
             seed=seed,
             world=world,
             ranks=ranks,
-            num_workers=0 if config.num_workers == "auto" else config.num_workers,
+            num_workers=config.num_workers or 0,
             skip=config.on_bad_sample == "skip",
         )
         for part, dataset in zip(PARTS, datasets, strict=False)
@@ -295,7 +291,7 @@ def _call_custom(reference: str, data_dir: Path | None) -> tuple[Sequence[Any], 
             "(train, val) of data sets, or (train, val, test)"
         )
     for part, dataset in zip(PARTS, datasets, strict=False):
-        refuse_loader(dataset, f"the {part} part of --data {reference}")
+        check_data_set(dataset, f"the {part} part of --data {reference}")
         if is_map_style(dataset) and len(dataset) == 0:
             raise DataError(f"the {part} part of --data {reference} has no samples")
     num_classes, _ = classes_of(datasets[0])
