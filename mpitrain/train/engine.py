@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -13,17 +14,18 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from mpitrain.config import TrainConfig
-from mpitrain.data.custom import refuse_loader
+from mpitrain.data.custom import check_data_set
 from mpitrain.data.loader import Batch, BatchLoader
 from mpitrain.data.randomness import rank_seed
 from mpitrain.data.samples import kind_of
 from mpitrain.data.sampling import Sampling
 from mpitrain.errors import DataError, UsageError
+from mpitrain.models.model_config import model_config
 from mpitrain.mpi.shared_arrays import communicator
 from mpitrain.mpi.world import World
 from mpitrain.tasks.stages import Stage, place_stages
 from mpitrain.tasks.task import Model, Task, TrainedPart
-from mpitrain.train.checks import MAX_NAMED, explain_call
+from mpitrain.train.checks import MAX_NAMED, explain_call, shown_names
 from mpitrain.train.data import TrainData
 from mpitrain.train.evaluate import (
     Evaluation,
@@ -32,6 +34,7 @@ from mpitrain.train.evaluate import (
     join_evaluations,
 )
 from mpitrain.train.gather import gather_rows
+from mpitrain.train.meta_device import WeightMaker, is_on_meta
 from mpitrain.train.metric_objects import MetricObjects
 from mpitrain.train.metrics import TrainState
 from mpitrain.train.model import (
@@ -40,6 +43,7 @@ from mpitrain.train.model import (
     copy_to_cpu,
     initialize_lazy,
     keep_statistics,
+    place_tensor,
     prepare_model,
     spread_inputs,
     unwrap_model,
@@ -52,6 +56,8 @@ from mpitrain.train.step_metrics import MicroBatchLosses
 from mpitrain.train.strategy.base import Strategy
 from mpitrain.train.trained_weights import TrainedWeights
 from mpitrain.train.verification import Verification
+
+logger = logging.getLogger("mpitrain")
 
 
 class Engine:
@@ -103,7 +109,7 @@ class Engine:
             can_cache_features and not strategy.micro_batches_are_fixed
         )
         self._check_config()
-        refuse_loader(test_data, "the test data")
+        check_data_set(test_data, "the test data")
         names = "one"
         if isinstance(val_data, Mapping):
             names = ", ".join(map(str, itertools.islice(val_data, MAX_NAMED)))
@@ -118,7 +124,7 @@ class Engine:
         self.strategy = self._whole_strategy = strategy
         self.verification = None
         if config.verify_every:
-            self.verification = Verification(config, world, strategy)
+            self.verification = Verification(config, world, self.ranks, strategy)
         is_exact = strategy.micro_batches_are_fixed
         self._metrics = MetricObjects(task, world.device, self.ranks, is_exact=is_exact)
         self.data = TrainData(
@@ -131,6 +137,12 @@ class Engine:
             initialize_lazy(model.to(world.device), example.inputs)
         check_same_model(model, self.ranks)
         self.model = prepare_model(model, world, config)
+        self._begins_sharded = False
+        if is_on_meta(self.model):
+            self._begins_sharded = strategy.is_sharded
+            to_ranks = functools.partial(place_tensor, world=world, config=config)
+            maker = WeightMaker(self.model, world.device, config.seed, to_ranks)
+            strategy.make_weights(self.model, maker)
         named = self.model.named_parameters()
         self._trainable = {name: weight.requires_grad for name, weight in named}
         # Such as batch norm that the user has frozen; a whole model in eval() is not.
@@ -158,6 +170,31 @@ class Engine:
                 stage.weights(self.model)  # an error now, not hours later
         torch.manual_seed(rank_seed(config.seed, world.rank))  # of dropout
 
+    def prepare_loss(self, loss: Any) -> None:
+        """Move a loss that is a module, as the model was; collective.
+
+        It may have class weights, or a network; a script does not know the device
+        before `fit`.
+        """
+        module = loss if isinstance(loss, nn.Module) else nn.Module()
+        check_same_model(module, self.ranks, "the loss")
+        ours = {id(it) for it in (*self.model.parameters(), *self.model.buffers())}
+        others = [
+            name
+            for name, weight in module.named_parameters()
+            if weight.requires_grad and id(weight) not in ours
+        ]
+        if others and self.world.is_rank_zero:
+            logger.warning(
+                "the loss has weights that the model does not have, and that are not "
+                "trained: %s; to train them, let the model's forward call them",
+                shown_names(others),
+            )
+        module.to(self.world.device)
+        for tensor in (*module.parameters(), *module.buffers()):
+            if id(tensor) not in ours:  # those may be sharded
+                place_tensor(tensor, self.world, self.config)
+
     def _check_config(self) -> None:
         settings = self.config.as_plain("").items()
         gathered = self.ranks.allgather([f"{name} {value}" for name, value in settings])
@@ -175,7 +212,7 @@ class Engine:
     def start_stage(self, stage: Stage) -> None:
         """Choose the weights that are trained, parallelize them, make an optimizer."""
         config, model, data = self.config, self.model, self.data
-        is_sharded = False
+        is_sharded = self._begins_sharded
         if hasattr(self, "trained_weights"):
             is_sharded = self.strategy.is_sharded
             self.strategy.reshard()  # FSDP has other weights after a forward pass
@@ -262,7 +299,7 @@ class Engine:
 
     def weight_factor(
         self, losses: Sequence[MicroBatchLosses], num_samples: int
-    ) -> float:
+    ) -> float | Tensor:
         """Return by what a step's gradients are multiplied, if losses have weights.
 
         The backward pass divided them by the samples of the step. The weights of other
@@ -273,6 +310,10 @@ class Engine:
         if not mine:
             return 1.0
         total = self.strategy.sum_of_weights(mine)
+        if isinstance(total, Tensor):
+            return torch.where(
+                total == 0, 0.0, torch.full_like(total, num_samples) / total
+            )
         return num_samples / total if total else 0.0
 
     def norm_statistics(self, batch: Batch) -> contextlib.AbstractContextManager[None]:
@@ -341,8 +382,8 @@ class Engine:
         }
         return join_evaluations(found)
 
-    def predict(self, data: Any, write: Writer | None) -> list[Any] | None:
-        """Return what `Trainer.predict` does."""
+    def predict(self, data: Any, write: Writer | None) -> tuple[list[Any] | None, int]:
+        """Return what `Trainer.predict` does, and the number of samples."""
         does = "none" if write is None else "some"
         self.ranks.check_equal(does, "write=", "Expected the same on every rank")
         what = "the data to predict"
@@ -382,6 +423,11 @@ class Engine:
     def _begin_evaluation_batch(self, number: int) -> None:
         self.strategy.seed_evaluation_batch(number)
         self._metrics.begin_batch(number)
+
+    @functools.cached_property
+    def model_config(self) -> dict[str, Any] | None:
+        """See `mpitrain.models.model_config`; local."""
+        return model_config(self.model)
 
     def full_state_dict(self) -> dict[str, Any]:
         """Return what `Trainer.state_dict` does."""

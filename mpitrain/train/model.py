@@ -21,6 +21,7 @@ from mpitrain.errors import UsageError
 from mpitrain.mpi.shared_arrays import Communicator
 from mpitrain.mpi.world import World
 from mpitrain.torch_compat import without_compile_wrappers
+from mpitrain.train.meta_device import is_on_meta
 
 logger = logging.getLogger("mpitrain")
 
@@ -30,8 +31,11 @@ WRAPPERS = {"DistributedDataParallel", "DataParallel", "FullyShardedDataParallel
 BatchNorm = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
-def unwrap_model(model: nn.Module, world: World) -> nn.Module:
+def unwrap_model(model: Any, world: World) -> nn.Module:
     """Return a model without the wrappers of `torch.compile`; refuse the others."""
+    if not isinstance(model, nn.Module):
+        found = type(model).__name__
+        raise UsageError(f"the model is {found!r}; expected a torch.nn.Module")
     parts = dict(model.named_modules())
     if world.is_rank_zero and any("_orig_mod" in name for name in parts):
         logger.warning(
@@ -73,7 +77,9 @@ def initialize_lazy(model: nn.Module, inputs: Any) -> None:
         module.training = mode
 
 
-def check_same_model(model: nn.Module, ranks: Communicator) -> None:
+def check_same_model(
+    model: nn.Module, ranks: Communicator, what: str = "the model"
+) -> None:
     """Check that the model is the same on all ranks; collective."""
     tensors = [*model.named_parameters(), *model.named_buffers()]
     shapes = [(name, it.shape, it.dtype, it.requires_grad) for name, it in tensors]
@@ -81,26 +87,35 @@ def check_same_model(model: nn.Module, ranks: Communicator) -> None:
     ranks.check_equal(
         f"{sum(tensor.numel() for _, tensor in tensors)} numbers in {len(tensors)} "
         f"tensors (names, shapes, requires_grad {digest})",
-        "the model",
+        what,
         "Expected the same on every rank; its first weights are rank zero's",
     )
 
 
+def place_tensor(tensor: Tensor, world: World, config: TrainConfig) -> None:
+    """Give a weight or buffer its dtype, and rank zero's numbers; collective."""
+    dtype = torch.float64 if config.precision == "fp64" else torch.float32
+    # Not by `to`, which makes complex numbers real.
+    if tensor.is_floating_point() or tensor.is_complex():
+        tensor.data = tensor.data.to(
+            dtype.to_complex() if tensor.is_complex() else dtype
+        )
+    if world.world_size > 1:
+        dist.broadcast(tensor.detach(), src=0)
+
+
 def prepare_model(model: nn.Module, world: World, config: TrainConfig) -> nn.Module:
-    """Move a model to this rank's device, with rank zero's weights; collective."""
+    """Move a model to this rank's device, with rank zero's weights; collective.
+
+    One on the device meta stays there.
+    """
     if config.sync_batchnorm:
         convert: Any = nn.SyncBatchNorm.convert_sync_batchnorm
         model = convert(model)
-    dtype = torch.float64 if config.precision == "fp64" else torch.float32
-    model = model.to(world.device)
-    for tensor in (*model.parameters(), *model.buffers()):
-        # Not by `to`, which makes complex numbers real.
-        if tensor.is_floating_point() or tensor.is_complex():
-            tensor.data = tensor.data.to(
-                dtype.to_complex() if tensor.is_complex() else dtype
-            )
-        if world.world_size > 1:
-            dist.broadcast(tensor.detach(), src=0)
+    if not is_on_meta(model):
+        model = model.to(world.device)
+        for tensor in (*model.parameters(), *model.buffers()):
+            place_tensor(tensor, world, config)
     if config.uses_channels_last(world.device):
         model = model.to(memory_format=torch.channels_last)
     if config.activation_checkpointing:

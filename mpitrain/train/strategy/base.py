@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -76,14 +76,13 @@ class Strategy:
     """Whether micro-batches are the same on any number of ranks."""
     is_sharded = False
     """Whether each rank has a part of the weights only."""
-    can_recompute = False
-    """Whether a micro-batch has the same bits on any rank: then a strategy has
-    ``numbers_of_ranks``, the micro-batches of a step by rank, and a context
-    ``recompute(number)`` for the passes of any of them, which leaves nothing."""
+    numbers_of_ranks: Sequence[range] = ()
+    """The micro-batches of a step by rank, where each has the same bits on any rank:
+    then there is a context ``recompute(number)``, in which any rank computes any of
+    them again, for `Verification`, and which leaves nothing."""
 
     model: nn.Module
     module: nn.Module
-    numbers_of_ranks: list[range]
     assignment: MicroBatchAssignment | None = None
     micro_batch_number = 0
     pass_name = ""
@@ -115,6 +114,13 @@ class Strategy:
 
     def check_model(self, model: nn.Module) -> None:
         """Refuse a model that the strategy cannot take; on all ranks."""
+
+    def make_weights(self, model: nn.Module, make: Callable[[nn.Module], None]) -> None:
+        """Make the weights of a model on the device meta; collective.
+
+        ``make(part)`` makes what is missing in a part of it, and the rest stays there.
+        """
+        make(model)
 
     def check_all_gather(self, num_samples: int) -> None:
         """Refuse to gather the rows of a step that is not in one pass; on all ranks.
@@ -251,14 +257,10 @@ class Strategy:
             outputs = module(*args, **kwargs)
         return to_dtype(outputs, torch.float32)
 
-    def recompute(self, number: int) -> AbstractContextManager[None]:
-        """Return a context for any micro-batch of the step, if that is possible."""
-        raise NotImplementedError
-
     def reduce_gradients(self) -> None:
         """Reduce the gradients of a step's micro-batches over the ranks; collective."""
 
-    def sum_of_weights(self, weights: Sequence[Tensor]) -> float:
+    def sum_of_weights(self, weights: Sequence[Tensor]) -> float | Tensor:
         """Add up the weights of a step over this rank's micro-batches and all ranks.
 
         Collective; called for losses that have weights.
@@ -269,12 +271,16 @@ class Strategy:
         total = torch.stack(list(weights)).sum()
         if self.world.world_size > 1:
             dist.all_reduce(total)
-        return float(total)
+        return number_of(total)
 
-    def grad_norm(self, gradients: list[Any]) -> float:
-        """Return the norm of all gradients, before they are clipped; on all ranks."""
+    def grad_norm(self, gradients: list[Any]) -> float | Tensor:
+        """Return the norm of all gradients, before they are clipped; on all ranks.
+
+        A tensor, `()`, on the device: the host does not wait for it in the step, if
+        each optimizer is fused (`OptimizerWrapper.end_pass`).
+        """
         if not self._are_alike:
-            return float(nn.utils.get_total_norm(gradients))
+            return number_of(nn.utils.get_total_norm(gradients))
         # As `get_total_norm` without grouping by device and type: half its time.
         return norm_of(foreach_norm(gradients))
 
@@ -347,8 +353,13 @@ def can_be_fused(weight: Tensor) -> bool:
     return weight.is_floating_point() and weight.stride() == strides
 
 
-def norm_of(norms: Sequence[Tensor]) -> float:
-    """Return the norm of several tensors from the norm of each."""
+def norm_of(norms: Sequence[Tensor]) -> float | Tensor:
+    """Return the norm of several tensors from the norm of each; see `number_of`."""
     if norms[0].device.type == "cpu":
         return math.hypot(*map(float, norms))
-    return float(torch.linalg.vector_norm(torch.stack(list(norms))))
+    return number_of(torch.linalg.vector_norm(torch.stack(list(norms))))
+
+
+def number_of(value: Tensor) -> float | Tensor:
+    """Return the number; of a GPU the tensor itself, for which the host would wait."""
+    return float(value) if value.device.type == "cpu" else value

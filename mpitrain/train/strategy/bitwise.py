@@ -29,7 +29,7 @@ from mpitrain.mpi.world import World
 from mpitrain.torch_compat import all_gather_flat, foreach_norm, is_compiled
 from mpitrain.train.precision import configure_torch
 from mpitrain.train.strategy.balance import Balance
-from mpitrain.train.strategy.base import Strategy, can_be_fused, norm_of
+from mpitrain.train.strategy.base import Strategy, can_be_fused, norm_of, number_of
 from mpitrain.train.strategy.fsdp import FSDPStrategy
 from mpitrain.train.strategy.pairwise import (
     FlatGradients,
@@ -59,7 +59,7 @@ class BitwiseDDPStrategy(Strategy):
     name = "ddp"
     averages_gradients = False
     reduces_in_backward = False
-    micro_batches_are_fixed = can_recompute = True
+    micro_batches_are_fixed = True
     is_interleaved = False  # whether each rank takes one micro-batch in turn
 
     assignment: MicroBatchAssignment
@@ -120,6 +120,7 @@ class BitwiseDDPStrategy(Strategy):
             raise UsageError(
                 "--bitwise does not go with torch.compile; expected a plain model"
             ).on_all_ranks()
+        super().check_model(model)
 
     def check_all_gather(self, num_samples: int) -> None:
         """Refuse it: each micro-batch is computed alone."""
@@ -216,16 +217,19 @@ class BitwiseDDPStrategy(Strategy):
         mine = self.numbers_of_ranks[self.world.rank]
         # A rank without any has a batch without samples.
         number = mine[self._place] if mine else self.num_micro_batches
-        self.micro_batch_number = number
         if self._place:
             self._restore(self._before)
-        seed, part = self.config.seed, self.pass_name
-        seed_micro_batch(seed, *self._key, number, self.world.device, part)
+        self._begin_micro_batch(number)
         yield
         if not self._place:
             self._after_first = self._copy_buffers()
         self._add_gradients(number)
         self._place += 1
+
+    def _begin_micro_batch(self, number: int) -> None:
+        self.micro_batch_number = number
+        seed, part = self.config.seed, self.pass_name
+        seed_micro_batch(seed, *self._key, number, self.world.device, part)
 
     def _add_gradients(self, number: int) -> None:
         """Take the gradients of a micro-batch out of the weights."""
@@ -258,9 +262,7 @@ class BitwiseDDPStrategy(Strategy):
         """
         buffers, kept = self._copy_buffers(), self.micro_batch_number
         self._restore(self._before)
-        self.micro_batch_number = number
-        seed, part = self.config.seed, self.pass_name
-        seed_micro_batch(seed, *self._key, number, self.world.device, part)
+        self._begin_micro_batch(number)
         yield
         for weight in self._trained:
             weight.grad = None
@@ -343,7 +345,6 @@ class BitwiseFSDPStrategy(BitwiseDDPStrategy, FSDPStrategy):
 
     name = "fsdp"
     is_sharded = True
-    can_recompute = False
     is_interleaved = True
 
     def for_head(self) -> Strategy:
@@ -410,14 +411,14 @@ class BitwiseFSDPStrategy(BitwiseDDPStrategy, FSDPStrategy):
         for scatter in self._scatters:
             scatter.end_step()
 
-    def grad_norm(self, gradients: list[Any]) -> float:
+    def grad_norm(self, gradients: list[Any]) -> float | Tensor:
         """Return the norm of the whole gradients; collective.
 
         Norms of shards would be added in another order on other numbers of ranks.
         """
         if not self._are_alike:
             whole = [it.full_tensor() for it in gradients]
-            return float(nn.utils.get_total_norm(whole))
+            return number_of(nn.utils.get_total_norm(whole))
         # One after another: together they take the memory of DDP.
         return norm_of([foreach_norm([it.full_tensor()])[0] for it in gradients])
 

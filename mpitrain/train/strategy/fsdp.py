@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from mpitrain.config import StrategyConfig
 from mpitrain.data.samples import to_dtype
@@ -34,13 +34,27 @@ class FSDPStrategy(Strategy):
         """Return DDP: a head is small, and its model calls it unsharded."""
         return DDPStrategy(self.config, self.world)
 
+    def make_weights(self, model: nn.Module, make: Callable[[nn.Module], None]) -> None:
+        """Make and shard one block after the other: no rank has the whole model."""
+        fully_shard_model(model, self.world, self.config, make)
+
+    def check_model(self, model: nn.Module) -> None:
+        """Refuse layers of sparse gradients, which torch does not reduce-scatter."""
+        for name, module in model.named_modules():
+            if getattr(module, "sparse", None) is True:  # Embedding, EmbeddingBag
+                raise UsageError(
+                    f"{name or 'the model'} has sparse=True, and --strategy fsdp "
+                    "shards dense gradients alone; expected a layer without it, or "
+                    "--strategy ddp"
+                ).on_all_ranks()
+
     def wrap(self, model: nn.Module, *, find_unused_parameters: bool = True) -> None:
         """Shard the model by `fully_shard`, if no stage before has."""
         from torch.distributed.fsdp import FSDPModule
 
         if not self.world.is_rank_zero:  # torch 2.14 warns of a view, such as logits
             warnings.filterwarnings("ignore", message="FSDP2-wrapped module")
-        if not isinstance(model, FSDPModule):
+        if not isinstance(model, FSDPModule):  # nor `make_weights`
             fully_shard_model(model, self.world, self.config)
         super().wrap(model, find_unused_parameters=find_unused_parameters)
 
@@ -65,7 +79,7 @@ class FSDPStrategy(Strategy):
         outputs = module(*args, **kwargs)
         return to_dtype(outputs, torch.float32) if self._is_16_bit else outputs
 
-    def grad_norm(self, gradients: list[Any]) -> float:
+    def grad_norm(self, gradients: list[Any]) -> float | Tensor:
         """Return the norm over all shards; collective."""
         norm: Any = nn.utils.get_total_norm(gradients)
         return float(norm.full_tensor())
@@ -75,18 +89,29 @@ class FSDPStrategy(Strategy):
         reshard([self.model])
 
     def full_state_dict(self) -> dict[str, Any]:
-        """Gather the whole ``state_dict`` on rank zero's CPU; collective."""
-        from torch.distributed.checkpoint.state_dict import (
-            StateDictOptions,
-            get_model_state_dict,
-        )
+        """Gather the whole ``state_dict`` on rank zero's CPU; collective.
 
-        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-        return copy_to_cpu(get_model_state_dict(self.model, options=options))
+        Weight by weight: no other rank, and no GPU, has more than one of them.
+        """
+        whole: dict[str, Any] = {}
+        for name, value in self.model.state_dict().items():
+            if hasattr(value, "full_tensor"):  # with cpu_offload it is on the CPU
+                value = value.to(value.device_mesh.device_type).full_tensor()
+            if self.world.is_rank_zero:
+                whole |= copy_to_cpu({name: value})
+        return whole
 
 
-def fully_shard_model(model: nn.Module, world: World, config: StrategyConfig) -> None:
-    """Shard the model in place, block by block; collective."""
+def fully_shard_model(
+    model: nn.Module,
+    world: World,
+    config: StrategyConfig,
+    make: Callable[[nn.Module], None] = lambda _: None,
+) -> None:
+    """Shard the model in place, block by block; collective.
+
+    ``make`` is called with each part before it is sharded.
+    """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import (
         CPUOffloadPolicy,
@@ -102,6 +127,7 @@ def fully_shard_model(model: nn.Module, world: World, config: StrategyConfig) ->
         # Batch norm stays in fp32, as under autocast: torch's wants its statistics so.
         for module in model.modules():
             if isinstance(module, BatchNorm):
+                make(module)
                 fully_shard(module, **options)
         options["mp_policy"] = MixedPrecisionPolicy(
             param_dtype=dtype, reduce_dtype=torch.float32
@@ -111,7 +137,9 @@ def fully_shard_model(model: nn.Module, world: World, config: StrategyConfig) ->
         # Not where it shares a weight with others: a weight has one group, here the
         # model's.
         if _count_owners(block).items() <= num_owners.items():
+            make(block)
             fully_shard(block, **options)
+    make(model)
     fully_shard(model, **options)
 
 
