@@ -98,6 +98,9 @@ class Callback:
         ``skipped`` counts the samples that could not be read, over all ranks.
         """
 
+    def on_predict_end(self, trainer: Any, data: Any, num_samples: int) -> None:
+        """Called at the end of `Trainer.predict`, with its data set."""
+
     def on_fit_end(self, trainer: Any) -> None:
         """Called at the end of a finished training."""
 
@@ -167,9 +170,10 @@ class Hooks(dict[str, list[Callable[..., None]]]):
 
 
 def in_order(callbacks: Sequence[Callback]) -> list[Callback]:
-    """Return callbacks in the order of their calls; under `replay` those that it has.
+    """Return a trainer's callbacks in the order of their calls.
 
-    They are of every `Trainer` of the process, which may be in a user's script.
+    Under ``mpitrain replay`` others take their place, and a sweep adds its own: they
+    cannot change the `Trainer` of a user's script before that calls `fit`.
     """
     if Job.current is not None and Job.current.replace_callbacks is not None:
         callbacks = Job.current.replace_callbacks(callbacks)

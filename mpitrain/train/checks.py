@@ -90,6 +90,16 @@ EXAMPLES = {
 }
 
 
+def check_loss(loss: Any) -> None:
+    """Refuse a ``loss=`` that cannot be called with outputs and targets."""
+    if loss is not None and (isinstance(loss, type) or not callable(loss)):
+        found = f"the class {loss.__name__}" if isinstance(loss, type) else repr(loss)
+        raise UsageError(
+            f"loss= is {found}; expected a function of outputs and targets, or an "
+            "object such as nn.MSELoss(reduction='none')"
+        )
+
+
 def bind_functions(task: Task, **functions: Any) -> None:
     """Let a Trainer's functions stand in for the methods of its task."""
     for name, it in functions.items():

@@ -309,7 +309,7 @@ class TrainData:
             seed=config.seed,
             world=self._world,
             ranks=self._ranks,
-            num_workers=0 if config.num_workers == "auto" else config.num_workers,
+            num_workers=config.num_workers or 0,
             skip=config.on_bad_sample == "skip",
             collate_fn=self._task.collate_fn,
         )

@@ -26,7 +26,7 @@ class EarlyStopping(Callback):
         metric: Such as ``"loss"`` or ``"f1"``; ``None``: accuracy, else loss.
         patience: Validations in a row without a better value.
         mode: ``"min"`` or ``"max"``; ``None``: min for a loss or an error, else max.
-        min_delta: By more than this a value must be better to count.
+        min_delta: By more than this a value must be better to count, in its own units.
     """
 
     def __init__(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -165,8 +166,10 @@ def evaluate(
                 row = torch.full((2 * len(names) + 1,), num, **kind)
                 for place, name in enumerate(names):
                     value = map_tensors(lambda x: x.to(**kind), values[name])
-                    if not is_weighted(value):
-                        value = torch.as_tensor(value, **kind)
+                    if not (is_weighted(value) or isinstance(value, Tensor)):
+                        # What is no number `sum_of` names.
+                        with contextlib.suppress(TypeError, ValueError, RuntimeError):
+                            value = torch.as_tensor(value, **kind)
                     row[place], weight = sum_of(value, num, num, name)
                     if weight is not None:
                         row[len(names) + place] = weight

@@ -106,9 +106,7 @@ def means_of_rows(values: Any, num: int, num_rows: int) -> Tensor | None:
     weights = None
     if is_weighted(values):
         values, weights = values
-    if not values.ndim or values.shape[0] not in (num, num_rows):
-        return None
-    if not num:
+    if not num or not values.ndim or values.shape[0] not in (num, num_rows):
         return None
     rows: Tensor = values[:num].detach().reshape(num, -1)
     if weights is None:

@@ -39,9 +39,21 @@ def split_metrics(
     if derived is not None:
         vars(task)["derived_metrics"] = derived
     if not isinstance(metrics, Mapping):
+        if metrics is not None and not callable(metrics):
+            raise UsageError(
+                f"metrics= is {type(metrics).__name__}; expected a dict of metrics by "
+                'name, such as {"mae": mae}, or a function that returns one'
+            )
         return metrics  # type: ignore[no-any-return]
     functions = {}
     for name, metric in metrics.items():
+        if not isinstance(name, str):
+            raise UsageError(f"a metric is named {name!r}; expected a text")
+        if isinstance(metric, type):
+            raise UsageError(
+                f"metric {name!r} is the class {metric.__name__}; expected an object "
+                f"of it, such as {metric.__name__}()"
+            )
         if all(callable(getattr(metric, method, None)) for method in METHODS):
             task.metric_objects[name] = metric
         elif callable(metric):

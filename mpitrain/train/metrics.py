@@ -133,28 +133,28 @@ class EpochMetrics:
 class TrainState:
     """How far a training has come. Equal on all ranks, except for the seconds."""
 
-    step: int = 0  # steps done, over all epochs
+    step: int = 0  #: steps done, over all epochs
     epoch: int = 1
     """The current epoch, from 1; one more than the last when the training is done."""
-    epoch_step: int = 0  # steps done of the current epoch
+    epoch_step: int = 0  #: steps done of the current epoch
     loss_sum: float = 0.0
     """Sum of the losses of the epoch, in the steps that were applied."""
-    loss_weight: float | None = None  # sum of their weights; ``None``: samples
+    loss_weight: float | None = None  #: sum of their weights; ``None``: samples
     other_losses: dict[str, list[float]] = field(default_factory=dict)
     """Likewise of the losses that are only recorded, by name: sum, and sum of weights
     or number of samples."""
-    num_samples: int = 0  # samples of these steps
-    skipped_steps: int = 0  # steps of the epoch that were not applied
-    skipped_samples: int = 0  # samples of the epoch that could not be read
-    steps_seconds: float = 0.0  # wall time of the epoch's steps
+    num_samples: int = 0  #: samples of these steps
+    skipped_steps: int = 0  #: steps of the epoch that were not applied
+    skipped_samples: int = 0  #: samples of the epoch that could not be read
+    steps_seconds: float = 0.0  #: wall time of the epoch's steps
     samples_per_shard: list[int] = field(default_factory=list)
     """Samples of the epoch that were taken from each shard of an iterable data set."""
-    order_digest: str = ""  # of the epoch's order, if a sampler made it
+    order_digest: str = ""  #: of the epoch's order, if a sampler made it
     metrics: dict[str, float] = field(default_factory=dict)
     """Metrics of the last validation."""
-    val_samples: int = 0  # samples of the last validation
-    validated_step: int = -1  # `step` of the last validation
-    val_seconds: float = 0.0  # wall time of the epoch's validations
+    val_samples: int = 0  #: samples of the last validation
+    validated_step: int = -1  #: `step` of the last validation
+    val_seconds: float = 0.0  #: wall time of the epoch's validations
     verified_step: int = 0
     """The last step after which all ranks had the same numbers (``verify_every``)."""
 

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from mpitrain.errors import NonFiniteError
 from mpitrain.launch.job import heartbeat
+from mpitrain.train.metrics import NUM_PHASES
 from mpitrain.train.step_metrics import MicroBatchLosses
 
 logger = logging.getLogger("mpitrain")
@@ -19,7 +20,7 @@ MAX_NAMED = 16  # samples that a message names
 
 
 def handle_nonfinite(
-    trainer: Any, losses: list[MicroBatchLosses], grad_norm: float
+    trainer: Any, losses: list[MicroBatchLosses], grad_norm: float, step: int
 ) -> None:
     """Skip a step that was not applied, or stop. Collective over the default group.
 
@@ -27,6 +28,7 @@ def handle_nonfinite(
         trainer: A `Trainer`, whose module imports this one.
         losses: Of the step's micro-batches.
         grad_norm: Of the step.
+        step: Its number, from 1.
 
     Raises:
         NonFiniteError: Names rank, step and samples; on every rank or on none.
@@ -45,7 +47,6 @@ def handle_nonfinite(
     if not any(found) and scale.can_shrink:
         scale.shrink()  # too large for fp16 alone, as happens when scales are tried
         return
-    step = state.step + 1
     name = engine.strategy.pass_name
     where = f"in step {step} (epoch {state.epoch})" + f", pass {name!r}" * bool(name)
     rank = next((rank for rank, named in enumerate(found) if named), None)
@@ -71,6 +72,24 @@ def handle_nonfinite(
         ).on_all_ranks()
     if world.is_rank_zero:
         logger.warning("step %d is skipped: %s", step, reason)
+
+
+def handle_deferred(trainer: Any) -> None:
+    """Skip, or stop at, steps that a GPU has not applied. Collective, as above.
+
+    The host has sent it more steps meanwhile. Of these none was applied either, if the
+    training is to stop: they are taken back.
+    """
+    pending, state, timer = trainer.pending, trainer.state, trainer.timer
+    first = state.step - len(pending) + 1
+    for place, losses, norm in pending.fetch_norms():
+        if trainer.engine.config.on_nonfinite == "stop":
+            state.epoch_step -= len(pending) - place
+            state.step -= len(pending) - place
+            pending.drop_from(place)
+            timer.pending = timer.take()
+            del timer.pending.steps[place * NUM_PHASES :]
+        handle_nonfinite(trainer, losses, norm, first + place)
 
 
 def _list_samples(samples: list[int]) -> str:

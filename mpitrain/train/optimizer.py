@@ -222,6 +222,9 @@ class OptimizerWrapper:
         # The forward pass of a step that is then skipped has changed them already.
         self._may_skip = config.on_nonfinite == "skip" or self.scale.can_shrink
         self._before: dict[str, Tensor] = {}  # float buffers
+        # The host has the loss scale, and what the passes of a step have in common.
+        self.may_defer = not self.scale.can_shrink and len(self.names) == 1
+        self._has_stopped: Tensor | None = None  # bool `()`, on the device
         averaged = {} if config.ema_decay is None else self._state()
         self.ema_values = {
             name: tensor.detach().clone() for name, tensor in averaged.items()
@@ -301,11 +304,16 @@ class OptimizerWrapper:
             if name in present:
                 yield present[name], average
 
-    def end_pass(self, factor: float = 1.0) -> tuple[float, bool]:
+    def end_pass(self, factor: float | Tensor = 1.0) -> float | Tensor:
         """Clip and apply the gradients, if they are finite; collective if sharded.
 
-        They are multiplied by ``factor`` before. Returns the norm of the gradient
-        before clipping, and whether the weights have changed; equal on all ranks.
+        Args:
+            factor: By which the gradients are multiplied before.
+
+        Returns:
+            The norm of the gradient before clipping, equal on all ranks. If it is not
+            finite, the weights have not changed. A tensor, float64 `()`, where the
+            device has decided that: the host has not waited for it.
         """
         for weight in self._frozen:
             weight.requires_grad_(True)
@@ -313,26 +321,69 @@ class OptimizerWrapper:
         if any(gradient.is_sparse for gradient in gradients):
             self._prepare_for_sparse()
             gradients = self._gradients()
-        factor *= self.scale.inverse
-        norm = self._strategy.grad_norm(gradients) * abs(factor)  # weights may be < 0
+        factor = self.scale.inverse * factor
+        found = self._strategy.grad_norm(gradients)
+        self._check_fused()
+        if isinstance(found, Tensor) and self._can_defer:
+            norm_of_all = found.double().mul(factor).abs()
+            self._apply_if_finite(gradients, norm_of_all, factor)
+            return norm_of_all
+        factor = float(factor)
+        norm = float(found) * abs(factor)  # weights of losses may be < 0
         if not math.isfinite(norm):
             for name, buffer in self._strategy.float_buffers().items():
                 if name in self._before:
                     buffer.copy_(self._before[name])
-            return norm, False
+            return norm
         max_norm = self.config.clip_grad_norm
         if max_norm is not None and norm > max_norm:
             factor *= max_norm / norm
         if factor != 1.0:
             for gradient in gradients:
                 gradient.mul_(factor)
-        self._check_fused()
         for it in self._present:
             self._apply(it)
         self.scale.grow()
         if self.ema_values and self._present[-1] is self.optimizers[-1]:
             self._update_ema()
-        return norm, True
+        return norm
+
+    @property
+    def _can_defer(self) -> bool:
+        return self.may_defer and all(it.can_skip for it in self._present)
+
+    def _apply_if_finite(
+        self, gradients: list[Tensor], norm: Tensor, factor: float | Tensor
+    ) -> None:
+        """Do what `end_pass` does, by operations of the device alone.
+
+        With ``on_nonfinite="stop"`` no later step is applied either: the host hears of
+        it when it has sent more steps, and the weights are to be those before.
+        """
+        max_norm = self.config.clip_grad_norm
+        if max_norm is not None:
+            # Not max_norm / norm, which torch rounds twice: 1 / norm, and the product.
+            share = torch.full_like(norm, max_norm) / norm
+            factor = factor * share.clamp(max=1.0)
+        if isinstance(factor, Tensor) or factor != 1.0:
+            for gradient in gradients:
+                gradient.mul_(factor)
+        is_bad = norm.isfinite().logical_not()
+        if self.config.on_nonfinite == "stop":
+            if self._has_stopped is not None:
+                is_bad = is_bad | self._has_stopped
+            self._has_stopped = is_bad
+        for name, buffer in self._strategy.float_buffers().items():
+            if name in self._before:
+                buffer.copy_(torch.where(is_bad, self._before[name], buffer))
+        for it in self._present:
+            it.optimizer.found_inf = is_bad.float()  # read by torch's fused steps
+            try:
+                self._apply(it)
+            finally:
+                del it.optimizer.found_inf
+        if self.ema_values:
+            self._update_ema(is_bad.logical_not())
 
     def _apply(self, it: ScheduledOptimizer) -> None:
         try:
@@ -371,12 +422,18 @@ class OptimizerWrapper:
         """Add up what sparse gradients have twice, and let the optimizer not be fused.
 
         Fused ones take dense gradients. With momentum a resume would add up the same
-        numbers in another order, if they were not added here.
+        numbers in another order, if they were not added here. Rows of zeros, which the
+        padding of a rank without samples has, are left out: SparseAdam would step them.
         """
         for name, weight in self._named_weights.items():
             if weight.grad is None or not weight.grad.is_sparse:
                 continue
-            weight.grad = weight.grad.coalesce()
+            found = weight.grad.clone().coalesce()  # a reduced one may have no views
+            values = found.values()
+            kept = values.reshape(len(values), -1).any(1)
+            weight.grad = torch.sparse_coo_tensor(
+                found.indices()[:, kept], values[kept], found.shape, is_coalesced=True
+            )
             for group in self.param_groups:
                 if any(weight is it for it in group["params"]):
                     group["fused"] = None
@@ -393,13 +450,12 @@ class OptimizerWrapper:
         It fails there (torch 2.14): a weight had no gradient in the first step.
         """
         for it in self._present:
-            state, local_groups = it.local.state, it.local.param_groups
             for group, local in zip(
-                it.optimizer.param_groups, local_groups, strict=True
+                it.optimizer.param_groups, it.local.param_groups, strict=True
             ):  # with ZeRO two, and its step copies the first one's settings
                 if group.get("fused") and group.get("momentum"):
                     has_momentum = {
-                        state[weight].get("momentum_buffer") is not None
+                        it.momentum_of(weight) is not None
                         for weight in local["params"]
                         if weight.grad is not None
                     }
@@ -407,7 +463,11 @@ class OptimizerWrapper:
                         group["fused"] = None
 
     @torch.no_grad()
-    def _update_ema(self) -> None:
+    def _update_ema(self, is_applied: Tensor | None = None) -> None:
+        """Add the weights of a step; ``is_applied``: bool `()`, if it may not be."""
         weight_of_step = 1 - (self.config.ema_decay or 0.0)
         for tensor, average in self._averaged():
-            average.lerp_(tensor.detach(), weight_of_step)
+            share: Any = weight_of_step
+            if is_applied is not None:
+                share = is_applied.to(average.dtype) * weight_of_step
+            average.lerp_(tensor.detach(), share)

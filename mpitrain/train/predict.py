@@ -27,13 +27,14 @@ def predict(
     ranks: Communicator,
     write: Writer | None,
     seed_batch: Callable[[int], object],
-) -> list[Any] | None:
-    """Return each sample's outputs on rank zero, or write them on each rank.
+) -> tuple[list[Any] | None, int]:
+    """Return each sample's outputs on rank zero, or write them; and their number.
 
     Collective. As in `evaluate`, a rank without samples has a batch for the model's
     collectives.
     """
     found: list[tuple[int, Any]] = []
+    num_samples = 0  # of this rank
     for step in loader.steps(rank_shard, epoch=0):
         number = step.number * rank_shard.world_size + rank_shard.rank
         for batch in step.micro_batches:
@@ -42,6 +43,7 @@ def predict(
             outputs = map_tensors(lambda x: x.cpu(), step_fn(batch))
             num = len(batch)
             mine = _samples_of(outputs, batch.num_rows)[:num] if num else []
+            num_samples += num
             if write is not None:
                 if num:
                     write(batch.indices, mine)
@@ -50,9 +52,11 @@ def predict(
             mine = [map_tensors(torch.clone, it) for it in mine]
             for indices, of_rank in ranks.gather((batch.indices, mine)):
                 found += zip(indices.tolist(), of_rank, strict=True)
+    num_samples = sum(ranks.allgather(num_samples))
     if write is not None or rank_shard.rank:
-        return None
-    return [outputs for _, outputs in sorted(found, key=lambda pair: pair[0])]
+        return None, num_samples
+    found.sort(key=lambda pair: pair[0])
+    return [outputs for _, outputs in found], num_samples
 
 
 def _samples_of(outputs: Any, num_rows: int) -> list[Any]:

@@ -32,6 +32,32 @@ class ScheduledOptimizer:
         return getattr(self.optimizer, "optim", self.optimizer)
 
     @property
+    def can_skip(self) -> bool:
+        """Whether its step changes nothing where `found_inf` is 1: it is fused.
+
+        Not where SGD's step makes its momentum: it would stay without values (torch
+        2.14). Nor ZeRO's, whose groups are copies.
+        """
+        groups = self.optimizer.param_groups
+        is_fused = all(group.get("fused") for group in groups)
+        if self.optimizer is not self.local or not is_fused:
+            return False
+        with_momentum = (
+            weight
+            for group in groups
+            if group.get("momentum")
+            for weight in group["params"]
+            if weight.grad is not None
+        )
+        return all(self.momentum_of(weight) is not None for weight in with_momentum)
+
+    def momentum_of(self, weight: Tensor) -> Tensor | None:
+        """Return SGD's momentum of a weight; ``None`` before its first step."""
+        state = self.local.state.get(weight, {})
+        found: Tensor | None = state.get("momentum_buffer")
+        return found
+
+    @property
     def kind(self) -> str:
         """The name of its class."""
         return type(self.local).__name__

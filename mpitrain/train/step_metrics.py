@@ -66,8 +66,12 @@ class MicroBatchLosses(NamedTuple):
 class _Step(NamedTuple):
     losses: list[MicroBatchLosses]
     lrs: list[float]  # of the parameter groups
-    grad_norm: float
-    is_applied: bool
+    grad_norm: float | Tensor  # not finite: the step was not applied
+
+    @property
+    def is_applied(self) -> bool:
+        """Whether the weights have changed."""
+        return math.isfinite(self.grad_norm)
 
 
 class PendingSteps:
@@ -107,13 +111,30 @@ class PendingSteps:
     def add(
         self,
         losses: list[MicroBatchLosses],
+        grad_norm: float | Tensor,
         lrs: list[float],
-        norm: float,
-        *,
-        is_applied: bool,
     ) -> None:
-        """Add a step: learning rates of its parameter groups, and gradient norm."""
-        self._steps.append(_Step(losses, lrs, norm, is_applied))
+        """Add a step: its gradient norm, and learning rates of parameter groups."""
+        self._steps.append(_Step(losses, lrs, grad_norm))
+
+    def fetch_norms(self) -> Iterator[tuple[int, list[MicroBatchLosses], float]]:
+        """Wait for the gradient norms that are on the device.
+
+        Yields place, losses and norm of each of those steps that was not applied.
+        """
+        steps = enumerate(self._steps)
+        waiting = [place for place, it in steps if isinstance(it.grad_norm, Tensor)]
+        if not waiting:
+            return
+        norms: Any = [self._steps[place].grad_norm for place in waiting]
+        for place, norm in zip(waiting, torch.stack(norms).tolist(), strict=True):
+            step = self._steps[place] = self._steps[place]._replace(grad_norm=norm)
+            if not step.is_applied:
+                yield place, step.losses, norm
+
+    def drop_from(self, place: int) -> None:
+        """Forget a step and those after it."""
+        del self._steps[place:]
 
     def sync(
         self, state: TrainState, seconds: float, step_seconds: StepSeconds
@@ -121,7 +142,7 @@ class PendingSteps:
         """Sum the losses of the steps since the last call over all ranks.
 
         Collective over the default group. There are such steps; they took ``seconds``
-        on this rank, and are counted in ``state.step`` already.
+        on this rank, and are counted in ``state.step`` already. Their norms are here.
         """
         steps, self._steps = self._steps, []
         num = len(steps)
@@ -132,7 +153,7 @@ class PendingSteps:
         own = (
             self._seconds,
             _micro_batch_seconds(steps, step_seconds),
-            steps[-1].grad_norm,
+            float(steps[-1].grad_norm),
         )
         of_ranks = all_gather(array("d", (*own, *_sums_of(steps))), self._device)
         self.micro_batch_seconds = of_ranks[:, 1].tolist()
@@ -152,6 +173,8 @@ class PendingSteps:
                     state, {name: (it[0][i], it[1][i]) for name, it in sums.items()}
                 )
                 state.num_samples += int(counts[i])
+            else:
+                state.skipped_steps += 1
         before, self._max_seconds = self._max_seconds, float(of_ranks[:, 0].max())
         self._num_samples += int(sum(counts))
         self._until = state.epoch, state.step
@@ -162,7 +185,8 @@ class PendingSteps:
         means = {name: list(map(mean, *it)) for name, it in sums.items()}
         losses = means.pop("loss")
         others = [{name: it[i] for name, it in means.items()} for i in range(num)]
-        lrs, norms = [step.lrs[0] for step in steps], [step.grad_norm for step in steps]
+        lrs = [step.lrs[0] for step in steps]
+        norms = [float(step.grad_norm) for step in steps]
         groups = [tuple(it.lrs) if len({*it.lrs}) > 1 else () for it in steps]
         epochs = itertools.repeat(state.epoch)
         rows = zip(epochs, numbers, losses, lrs, norms, groups, others, strict=False)

@@ -36,6 +36,7 @@ from mpitrain.train.engine import Engine
 from mpitrain.train.evaluate import Evaluation
 from mpitrain.train.metric_objects import split_metrics
 from mpitrain.train.metrics import TrainState
+from mpitrain.train.nonfinite import handle_deferred
 from mpitrain.train.predict import Writer
 from mpitrain.train.progress import EpochLines
 from mpitrain.train.step_metrics import THROUGHPUT_SECONDS, PendingSteps, report_steps
@@ -67,7 +68,7 @@ class Trainer:
         sampler: Instead of shuffling: a function of seed and epoch that returns the
             numbers of an epoch's samples, over all ranks; or torch's, see `Sampler`.
         batch_sampler: Likewise those of each step; costs: see `BatchSampler`.
-        loss: Instead of overriding `loss`.
+        loss: Instead of overriding `loss`; a module is moved to the rank's device.
         metrics: Instead of overriding `metrics`; or metrics by name: functions of
             outputs and targets that return values for a mean, and metric objects, see
             `Task.metric_objects`.
@@ -146,6 +147,7 @@ class Trainer:
             )
         self.task = task or ImageClassification(mean_std, num_classes)
         Task.bind(self.task, self, collate_fn)
+        checks.check_loss(loss)
         checks.bind_functions(self.task, optimizer=optimizer, scheduler=scheduler)
         self.find_unused_parameters = find_unused_parameters
         self.callbacks = [EpochLines()] if callbacks is None else list(callbacks)
@@ -234,12 +236,9 @@ class Trainer:
         if len(optimizer.names) > 1:
             step.micro_batches = list(step.micro_batches)
         passes = [train_pass(self, name, step) for name in optimizer.names]
-        losses, grad_norm, is_applied = merge_passes(passes)
-        state.skipped_steps += not is_applied
         state.step += 1
         state.epoch_step = step.number + 1
-        lrs = optimizer.end_step()
-        self.pending.add(losses, lrs, grad_norm, is_applied=is_applied)
+        self.pending.add(*merge_passes(passes), lrs=optimizer.end_step())
         self.timer.end_step()
         if self._hooks["on_step_end"]:
             with self.timer("other"):
@@ -267,6 +266,7 @@ class Trainer:
             flush: Report the throughput, however few seconds of steps it covers.
         """
         with self.timer("other"):
+            handle_deferred(self)
             report_steps(self, flush=flush)
 
     def test(self, data: Any) -> Evaluation:
@@ -381,7 +381,8 @@ class Trainer:
         Collective over all ranks.
 
         Raises:
-            UsageError: `fit` started the job and has ended it.
+            UsageError: `fit` has not begun a stage (a callback may call this from
+                `on_stage_start` on), or started the job and has ended it.
         """
         engine = self._checked_engine()
         if not engine.data.val_loaders:
@@ -389,9 +390,7 @@ class Trainer:
         return engine.validate(self.validation_step)
 
     def predict(self, data: Any, write: Writer | None = None) -> list[Any] | None:
-        """Return the outputs of the model, or its EMA, for each sample of a data set.
-
-        Collective over all ranks.
+        """Return each sample's outputs of the model, or its EMA; collective.
 
         Args:
             data: A data set, as `train_data`; targets are not needed.
@@ -407,7 +406,9 @@ class Trainer:
         """
         engine = self._checked_engine()
         with self.timer("evaluation"):
-            return engine.predict(data, write)
+            found, num_samples = engine.predict(data, write)
+        self.call("on_predict_end", data, num_samples)
+        return found
 
     def log_images(self, name: str, images: Any) -> None:
         """Log images by `Loggers`, on rank zero; local.
@@ -453,10 +454,9 @@ class Trainer:
         )
         self._final_state, self.should_stop, self.state = None, False, TrainState()
         self.timer = make_timer(self.world.device)
-        self.pending = PendingSteps(
-            self.world.device,
-            strategy.micro_batch_size if strategy.micro_batches_are_fixed else None,
-        )
+        size = strategy.micro_batch_size if strategy.micro_batches_are_fixed else None
+        self.pending = PendingSteps(self.world.device, size)
+        self.engine.prepare_loss(self._loss)
         self.synced_at, self._is_set_up = time.perf_counter(), True
         self.callbacks = in_order(self.callbacks)
         self._hooks = Hooks(self.callbacks)

@@ -28,19 +28,20 @@ class Pass(NamedTuple):
 
     name: str  # empty: `configure_optimizers` gave none
     losses: list[MicroBatchLosses]
-    factor: float  # of the sum of losses, for the mean by weight
-    grad_norm: float
-    is_applied: bool
+    factor: float | Tensor  # of the sum of losses, for the mean by weight
+    grad_norm: float | Tensor  # as `OptimizerWrapper.end_pass` returns it
 
 
-def merge_passes(passes: Sequence[Pass]) -> tuple[list[MicroBatchLosses], float, bool]:
-    """Return losses, gradient norm, and whether all passes of a step were applied.
+def merge_passes(
+    passes: Sequence[Pass],
+) -> tuple[list[MicroBatchLosses], float | Tensor]:
+    """Return losses and gradient norm of a step.
 
     Of several passes the loss is the sum of their means, and each is another, by name.
     """
     first = passes[0]
     if not first.name:
-        return first.losses, first.grad_norm, first.is_applied
+        return first.losses, first.grad_norm
     losses = []
     for found in zip(*(it.losses for it in passes), strict=True):
         total = sum(of.total * it.factor for it, of in zip(passes, found, strict=True))
@@ -50,8 +51,7 @@ def merge_passes(passes: Sequence[Pass]) -> tuple[list[MicroBatchLosses], float,
             for name, one in of.sums.items()
         }
         losses.append(found[0]._replace(total=total, sums=sums))
-    norm = math.hypot(*(it.grad_norm for it in passes))
-    return losses, norm, all(it.is_applied for it in passes)
+    return losses, math.hypot(*(float(it.grad_norm) for it in passes))
 
 
 def train_pass(trainer: Any, name: str, step: RankStep) -> Pass:
@@ -97,7 +97,7 @@ def train_pass(trainer: Any, name: str, step: RankStep) -> Pass:
     if verification is not None:
         with timer("communication"):
             verification.compare_state(engine, state)
-        verification.begin(strategy, number, name)
+        verification.begin(strategy, number)
     for batch in step.micro_batches:
         is_last = len(losses) + 1 == step.num_micro_batches
         with strategy.micro_batch(is_last=is_last):
@@ -120,10 +120,10 @@ def train_pass(trainer: Any, name: str, step: RankStep) -> Pass:
             strategy.reduce_gradients()
     with timer("update"):
         by_weight = engine.weight_factor(losses, step.num_samples)
-        grad_norm, is_applied = optimizer.end_pass(by_weight)
-    if not is_applied:
-        handle_nonfinite(trainer, losses, grad_norm)
-    return Pass(name, losses, by_weight, grad_norm, is_applied)
+        grad_norm = optimizer.end_pass(by_weight)
+    if not isinstance(grad_norm, Tensor) and not math.isfinite(grad_norm):
+        handle_nonfinite(trainer, losses, grad_norm, state.step + 1)
+    return Pass(name, losses, by_weight, grad_norm)
 
 
 def _sums_of_losses(trainer: Any, batch: Batch) -> tuple[Tensor, dict[str, Sum]]:

@@ -5,8 +5,8 @@ the gradients of every N-th step are reduced
 
 1. the ranks compare their copies of weights, buffers and optimizer states;
 2. each computes a micro-batch of another rank again, on another node where there is
-   one, if any rank can compute the same bits (`Strategy.can_recompute`). Where batch,
-   loss or gradients have other bits, a third rank decides.
+   one, if any rank can compute the same bits (`Strategy.numbers_of_ranks`). Where
+   batch, loss or gradients have other bits, a third rank decides.
 
 The first is possible where each rank has a copy of the model.
 """
@@ -14,9 +14,10 @@ The first is possible where each rank has a copy of the model.
 from __future__ import annotations
 
 import hashlib
+import logging
 import random
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, NoReturn, TypeAlias
 
 import numpy as np
@@ -28,16 +29,18 @@ from mpitrain.data.loader import Batch
 from mpitrain.data.samples import leaves_of
 from mpitrain.errors import MpitrainError, UsageError
 from mpitrain.launch.device_name import device_name
+from mpitrain.mpi.shared_arrays import Communicator
 from mpitrain.mpi.world import World
 from mpitrain.train.metrics import TrainState
 from mpitrain.train.strategy.base import Strategy
 
+logger = logging.getLogger("mpitrain")
+
 COLUMNS = 251  # of a checksum; a prime, so that no layout of a layer repeats in it
 WORD = 8  # bytes
+OF_DATA = "the inputs", "the targets"
 
 Sums: TypeAlias = dict[str, str]  # checksums by name, in the order of the computation
-Compute: TypeAlias = Callable[[Batch], Tensor]
-"""Computes the loss of a micro-batch, and the gradients."""
 
 
 class ComputeError(MpitrainError):
@@ -54,22 +57,32 @@ class ComputeError(MpitrainError):
 class Verification:
     """Compares what the ranks compute, every so many steps.
 
-    All methods are collective, but for `record`.
+    `compare_state` and `compare` are collective.
     """
 
-    def __init__(self, config: TrainConfig, world: World, strategy: Strategy) -> None:
+    def __init__(
+        self, config: TrainConfig, world: World, ranks: Communicator, strategy: Strategy
+    ) -> None:
+        """Collective."""
         if strategy.is_sharded:
             raise UsageError(
                 "--verify-every compares the copies of all ranks, found --strategy "
                 f"{strategy.name}, which shards them; expected ddp"
             ).on_all_ranks()
+        if world.world_size == 1:
+            logger.warning("--verify-every has no effect: one rank, and none beside it")
         assert config.verify_every is not None
         self._every, self._seed = config.verify_every, config.seed
         self._has_shards = config.shard_optimizer
-        self._world = world
+        self._world, self._ranks = world, ranks
+        kinds = dict.fromkeys(ranks.allgather(device_name(world.device)))
+        if len(kinds) > 1:
+            raise UsageError(
+                f"--verify-every compares bits, which differ between {', '.join(kinds)}"
+                "; expected ranks on one kind of processor or GPU"
+            ).on_all_ranks()
         self._chosen: list[int | None] = []  # micro-batch of each rank
         self._shifts, self._shift = self._far_shifts(), 0
-        self._is_alike: bool | None = None
         self._mine: Sums = {}
 
     def is_due(self, step: int) -> bool:
@@ -84,42 +97,32 @@ class Verification:
         Raises:
             ComputeError: They differ; on every rank.
         """
-        if self._is_alike is None:
-            self._check_alike(engine)
         sums = self._state_sums(engine)
         whole = _digest_of(sums)
-        found = engine.ranks.allgather(whole)
+        found = self._ranks.allgather(whole)
         (most, count), *others = Counter(found).most_common()
         if not others:
             return
-        of_ranks: list[Sums] = engine.ranks.allgather(sums)
+        of_ranks: list[Sums] = self._ranks.allgather(sums)
         right = of_ranks[found.index(most)]
         wrong = next(rank for rank, it in enumerate(found) if it != most)
         its = of_ranks[wrong]
         name = next(n for n in {**right, **its} if its.get(n) != right.get(n))
         if 2 * count <= len(found):
-            self._fail(
-                state,
-                None,
-                f"the ranks have unlike copies, and no majority has one: {name} "
-                f"differs between rank {found.index(most)} and rank {wrong}",
-            )
-        self._fail(
-            state, wrong, f"its copy of {name} is not that of the {count} others"
-        )
+            pair = f"rank {found.index(most)} and rank {wrong}"
+            reason = f"no majority of the ranks has one copy: that of {name} differs"
+            self._fail(state, None, f"{reason} between {pair}")
+        reason = f"its copy of {name} is not that of the {count} others"
+        self._fail(state, wrong, reason)
 
-    def begin(self, strategy: Strategy, number: int, name: str) -> None:
-        """Choose a micro-batch of each rank for a step; see `record`.
+    def begin(self, strategy: Strategy, number: int) -> None:
+        """Choose a micro-batch of each rank for a step; see `record`; local.
 
         Args:
             strategy: Whose `begin_step` was called.
             number: Of the step, from 1.
-            name: Of the pass.
         """
-        self._mine, self._chosen = {}, []
-        if not strategy.can_recompute:
-            return
-        chance = random.Random(f"{self._seed} {number} {name}")
+        chance, self._mine = random.Random(f"{self._seed} {number}"), {}
         numbers = strategy.numbers_of_ranks
         self._chosen = [chance.choice(it) if it else None for it in numbers]
         self._shift = self._shifts[number // self._every % len(self._shifts)]
@@ -140,7 +143,7 @@ class Verification:
         engine: Any,
         state: TrainState,
         load: Callable[[int], Batch],
-        compute: Compute,
+        compute: Callable[[Batch], Tensor],
     ) -> None:
         """Compute a micro-batch of another rank again, and compare.
 
@@ -148,7 +151,7 @@ class Verification:
             engine: Of the trainer.
             state: Before the step.
             load: Returns a micro-batch of the step by its number.
-            compute: What the step does with one.
+            compute: Computes the loss of one, and the gradients.
 
         Raises:
             ComputeError: They differ; on every rank.
@@ -169,7 +172,7 @@ class Verification:
 
         verified = recompute_for((mine + self._shift) % size)
         both = _digest_of(self._mine), _digest_of(verified)
-        of_ranks: list[tuple[str, str]] = engine.ranks.allgather(both)
+        of_ranks: list[tuple[str, str]] = self._ranks.allgather(both)
         wrong = [
             owner
             for owner in range(size)
@@ -178,13 +181,12 @@ class Verification:
         if wrong:
             owner, other = wrong[0], (wrong[0] - self._shift) % size
             shown = self._mine if mine == owner else verified
-            sums = engine.ranks.allgather(shown if mine in (owner, other) else {})
-            self._judge(engine, state, owner, other, sums, recompute_for)
+            sums = self._ranks.allgather(shown if mine in (owner, other) else {})
+            self._judge(state, owner, other, sums, recompute_for)
         state.verified_step = state.step
 
     def _judge(
         self,
-        engine: Any,
         state: TrainState,
         owner: int,
         other: int,
@@ -197,15 +199,18 @@ class Verification:
         judges = self._judges(owner, other)
         is_judge = self._world.rank in judges
         vote = _digest_of(recompute_for(owner)) if is_judge else ""
-        votes = engine.ranks.allgather(vote)
+        votes = self._ranks.allgather(vote)
         for_owner, for_other = (
             any(votes[it] == _digest_of(of) for it in judges) for of in (one, its)
         )
-        where = f"micro-batch {self._chosen[owner]}, {name}"
+        where, is_of_data = (
+            f"micro-batch {self._chosen[owner]}, {name}",
+            name in OF_DATA,
+        )
         if for_other == for_owner:
             pair = f"{self._place(owner)} and {self._place(other)}"
             reason = f"{pair} differ in {where}; no other rank decides it"
-            self._fail(state, None, reason)
+            self._fail(state, None, reason, is_of_data=is_of_data)
         wrong, right = (owner, other) if for_other else (other, owner)
         seconded = ", ".join(map(self._place, judges))
         if owner in judges:
@@ -215,19 +220,10 @@ class Verification:
             wrong,
             f"it has other bits than {self._place(right)} in {where}; "
             f"{seconded} agrees with {self._place(right)}",
+            is_of_data=is_of_data,
         )
 
     # --- inside -------------------------------------------------------------------
-
-    def _check_alike(self, engine: Any) -> None:
-        """Refuse unlike processors, whose last bits differ; collective."""
-        kinds = engine.ranks.allgather(device_name(self._world.device))
-        if len(found := dict.fromkeys(kinds)) > 1:
-            raise UsageError(
-                f"--verify-every compares bits, found {' and '.join(found)}; expected "
-                "ranks on one kind of processor or GPU"
-            ).on_all_ranks()
-        self._is_alike = True
 
     def _judges(self, one: int, other: int) -> list[int]:
         """Return who decides: one of a third node, else one beside each; or both again.
@@ -270,10 +266,17 @@ class Verification:
         node = next(it for it in self._world.nodes if rank in it.ranks)
         return f"rank {rank} on {node.hostname}"
 
-    def _fail(self, state: TrainState, rank: int | None, reason: str) -> NoReturn:
+    def _fail(
+        self,
+        state: TrainState,
+        rank: int | None,
+        reason: str,
+        *,
+        is_of_data: bool = False,
+    ) -> NoReturn:
         who = "one of them" if rank is None else "this rank"
         what = f"{who} computes wrongly, or its memory does"
-        if "the inputs" in reason or "the targets" in reason:
+        if is_of_data:
             what += ", or its data are others, such as a file on its node"
         error = ComputeError(
             f"step {state.step + 1}: {reason}.\nExpected the same bits: {what}. The "
@@ -317,18 +320,19 @@ def _digest_of(sums: Sums) -> str:
     return _digest("".join(it for pair in sums.items() for it in pair).encode())
 
 
+def gradient_sums(weights: Mapping[str, Tensor]) -> Sums:
+    """Return checksums of the gradients, in the order of the backward pass; local."""
+    return {
+        f"the gradient of {name}": checksum(weight.grad)
+        for name, weight in reversed([*weights.items()])
+        if weight.grad is not None
+    }
+
+
 def _sums_of(batch: Batch, loss: Tensor, weights: Mapping[str, Tensor]) -> Sums:
     """Return checksums of what a micro-batch was and gave, in this order."""
-    trees: Sequence[tuple[str, Any]] = (
-        ("the inputs", batch.inputs),
-        ("the targets", batch.targets),
-    )
     sums = {
         name: "".join(checksum(it) for it in leaves_of(tree) if isinstance(it, Tensor))
-        for name, tree in trees
+        for name, tree in zip(OF_DATA, (batch.inputs, batch.targets), strict=True)
     }
-    sums["the loss"] = checksum(loss)
-    for name, weight in reversed([*weights.items()]):  # as the backward pass goes
-        if weight.grad is not None:
-            sums[f"the gradient of {name}"] = checksum(weight.grad)
-    return sums
+    return sums | {"the loss": checksum(loss)} | gradient_sums(weights)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -143,6 +144,54 @@ def test_the_watchdog_ends_a_kernel_that_does_not(tmp_path: Path) -> None:
     done = on_one_gpu(2, tmp_path, *words)
     assert done.status == 76, done.err
     assert "no rank has made progress for 5 s" in done.err
+
+
+def test_the_host_does_not_wait_for_the_gpu_in_a_step() -> None:
+    from mpitrain.config import TrainConfig
+    from mpitrain.tasks.image_classification.datasets.named import digits
+    from mpitrain.train.trainer import Trainer
+
+    class Checked(Trainer):
+        """Torch raises where a step waits; not in the first, which has no momentum."""
+
+        num_checked = 0
+
+        def train_step(self, step: Any) -> None:
+            if self.state.step >= 2:
+                torch.cuda.set_sync_debug_mode("error")
+                self.num_checked += 1
+            try:
+                super().train_step(step)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+
+    for precision in ("fp32", "bf16"):
+        data = digits()
+        model = torch.nn.Sequential(
+            torch.nn.Flatten(), torch.nn.Linear(64, 10), torch.nn.BatchNorm1d(10)
+        )
+        settings = TrainConfig(
+            epochs=2, lr=0.1, precision=precision, clip_grad_norm=1.0, ema_decay=0.9
+        )
+        trainer = Checked(model, data.train, data.val, settings)
+        assert trainer.fit().accuracy > 0.5
+        assert trainer.num_checked > 10
+
+
+def test_a_step_that_is_not_finite_is_not_applied_and_named() -> None:
+    from mpitrain.config import TrainConfig
+    from mpitrain.errors import NonFiniteError
+    from mpitrain.train.trainer import Trainer
+
+    inputs = torch.randn(256, 8)
+    inputs[77] = float("nan")
+    data = torch.utils.data.TensorDataset(inputs, torch.arange(256) % 4)
+    settings = TrainConfig(epochs=1, lr=0.1, global_batch_size=16, seed=1)
+    trainer = Trainer(torch.nn.Linear(8, 4), data, None, settings)
+    with pytest.raises(NonFiniteError, match=r"in step .* samples .*\b77\b"):
+        trainer.fit()
+    weights = trainer.engine.full_state_dict().values()
+    assert all(it.isfinite().all() for it in weights)
 
 
 def test_a_small_set_lies_on_the_gpu(tmp_path: Path) -> None:

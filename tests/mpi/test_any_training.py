@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from reference_training import History
 from torch import Tensor, nn
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 from mpitrain import DataError, Task, TrainConfig, Trainer, UsageError, World
 from mpitrain.data.sharding import epoch_order
@@ -377,6 +377,57 @@ def test_losses_of_another_form_are_named(
 ) -> None:
     with pytest.raises(DataError, match=expected):
         trained(world, loss=returned)
+
+
+@pytest.mark.parametrize("where", ["loss", "metric", "weighted"])
+def test_outputs_that_are_broadcast_to_all_targets_are_named(
+    world: World, where: str
+) -> None:
+    """`(N, 1) - (N,)` is `(N, N)`: each output with each target of a rank."""
+
+    def pairs(outputs: Any, targets: Any) -> Any:
+        return (outputs - targets).square()
+
+    def losses(outputs: Any, targets: Any) -> Any:
+        found = pairs(outputs, targets)
+        if where == "metric":
+            return found.mean(1)  # all pairs of a batch are meant
+        return (found, torch.ones_like(found)) if where == "weighted" else found
+
+    inputs = torch.randn(40, 3, generator=torch.Generator().manual_seed(1))
+    data = TensorDataset(inputs, inputs.sum(1))
+    trainer = Trainer(
+        nn.Linear(3, 1),
+        data,
+        data,
+        config_of(global_batch_size=10),
+        world=world,
+        loss=losses,
+        metrics={"far": pairs} if where == "metric" else None,
+        callbacks=[],
+    )
+    name = "far" if where == "metric" else "loss"
+    with pytest.raises(DataError, match=rf"the {name} pairs each output .*\[:, 0\]"):
+        trainer.fit()
+
+
+def test_a_validation_loss_that_is_broadcast_to_all_targets_is_named(
+    world: World,
+) -> None:
+    class Mine(Task):
+        def loss(self, outputs: Any, targets: Any) -> Any:
+            return (outputs - targets).square()
+
+        def training_step(self, model: Any, batch: Any) -> Any:
+            return self.loss(model(batch.inputs)[:, 0], batch.targets)
+
+    inputs = torch.randn(40, 3, generator=torch.Generator().manual_seed(1))
+    data = TensorDataset(inputs, inputs.sum(1))
+    config = config_of(global_batch_size=10)
+    model = nn.Linear(3, 1)
+    trainer = Trainer(model, data, data, config, world=world, task=Mine(), callbacks=[])
+    with pytest.raises(DataError, match=r"the loss pairs each output with each target"):
+        trainer.fit()
 
 
 def test_ranks_with_other_losses_do_not_wait_for_each_other(world: World) -> None:

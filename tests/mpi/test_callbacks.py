@@ -23,6 +23,7 @@ from reference_training import (
 )
 from torch import Tensor
 
+import mpitrain
 from mpitrain.errors import NonFiniteError, Stopped
 from mpitrain.mpi.world import World
 from mpitrain.record.rank_times import RankTimes
@@ -109,7 +110,7 @@ def test_hooks_are_called_in_order_and_those_of_the_end_in_reverse(
     on_page = re.findall(r"(\w+)\(trainer", loop)
     assert {"setup", *(it for it in dir(Callback) if it.startswith("on_"))} == {
         *on_page,
-        *("on_checkpoint", "on_images"),
+        *("on_checkpoint", "on_images", "on_predict_end"),
     }
     first_calls = dict.fromkeys(it[2:] for it in calls if it.startswith("a."))
     left_out = ("on_throughput", "on_stop", "on_exception")  # the first has a clock
@@ -137,6 +138,47 @@ def test_the_example_of_the_page_finishes_a_training_and_goes_into_checkpoints(
     trainer = Trainer(Net(), *data, config_of(), world=world, callbacks=[again])
     trainer.fit()
     assert trainer.state.step == 0  # it stays finished
+
+
+def test_the_file_of_the_page_has_each_step_once_after_a_resume(
+    world: World, run_dir: Path
+) -> None:
+    example = PAGE.read_text().rpartition("```python\n")[2].partition("```")[0]
+    names: dict[str, Any] = {}
+    exec(example, names)
+
+    class Fails(Callback):
+        """Fails after steps that no checkpoint has."""
+
+        def on_step_end(self, trainer: Trainer) -> None:
+            if trainer.state.step == 7:
+                trainer.sync_metrics()
+                raise ArithmeticError("enough")
+
+    opened = []
+
+    def train(name: str, *more: Callback) -> str:
+        run = run_dir / name
+        file = run_dir / f"{name}.csv"
+        saves = mpitrain.Checkpointer(run, every_epochs=None, every_steps=4)
+        settings = config_of(epochs=2, global_batch_size=8)
+        opened.append(names["StepsCSV"](str(file)))
+        callbacks = [opened[-1], *more, saves]
+        data = some(40), some(5, "val")
+        trainer = Trainer(Net(), *data, settings, world=world, callbacks=callbacks)
+        trainer.fit()
+        return file.read_text() if world.is_rank_zero else ""  # it has closed it
+
+    whole = train("whole")
+    with pytest.raises(ArithmeticError):
+        train("cut", Fails())
+    if world.is_rank_zero:
+        opened[-1].file.close()  # as the end of its process does
+        rows = (run_dir / "cut.csv").read_text().splitlines()
+        assert rows == whole.splitlines()[:7]  # three more than the checkpoint
+    assert train("cut") == whole
+    numbers = [int(row.partition(",")[0]) for row in whole.splitlines()]
+    assert numbers == [*range(1, 11)] * world.is_rank_zero
 
 
 def test_a_stop_ends_the_training_at_the_same_step_on_every_rank(world: World) -> None:

@@ -716,6 +716,23 @@ def test_a_training_resumes_with_all_optimizers_and_schedulers(
             assert torch.equal(state[name], value), name
 
 
+@pytest.mark.parametrize("first", [DDP, FSDP])
+def test_a_training_with_a_scheduler_resumes_by_another_strategy(
+    world: World, run_dir: Path, first: Any
+) -> None:
+    """The built-in optimizer is fused with ddp, and cannot be with fsdp."""
+    kinds: dict[str, Any] = {"scheduler": multi_step}
+    whole, _ = trained(world, DDP, **kinds)
+    before, _ = trained(
+        world, first, callbacks=[Stops(3), Checkpointer(run_dir)], **kinds
+    )
+    second = FSDP if first is DDP else DDP
+    after, _ = trained(world, second, callbacks=[Checkpointer(run_dir)], **kinds)
+    found = [(it.step, it.lr, it.loss) for it in before.steps + after.steps]
+    expected = [(it.step, it.lr, it.loss) for it in whole.steps]
+    assert found == [pytest.approx(it, rel=1e-9) for it in expected]
+
+
 def test_a_run_resumes_with_the_same_optimizers_only(
     world: World, run_dir: Path
 ) -> None:

@@ -285,10 +285,11 @@ def seen_by_all(loader: DataLoader, ranks: Communicator) -> list[list[float]]:  
         (torch.arange(7.0), {}),
         (torch.arange(7.0), {"micro_batch_size": 1, "min_rows": 2}),
         (TensorDataset(torch.arange(7.0), torch.arange(7)), {}),
+        (list(torch.arange(7.0)), {"num_workers": "auto"}),
         (Stream(), {}),
         (Stream(), {"num_workers": 1, "collate_fn": torch.stack}),
     ],
-    ids=["tensor", "micro-batches", "pairs", "stream", "workers"],
+    ids=["tensor", "micro-batches", "pairs", "auto", "stream", "workers"],
 )
 def test_a_loader_yields_each_sample_once_and_resumes_at_a_step(
     data: Any,
@@ -394,6 +395,34 @@ def test_sharded_states_come_back_by_name(
             getattr(w, "to_local", lambda w=w: w)() for w in (other, one)
         )
         assert torch.equal(local, expected)
+    ranks.allgather(None)
+
+
+def test_a_sharded_model_takes_the_state_of_a_fused_optimizer(
+    world: World,
+    ranks: Communicator,  # noqa: F811
+    run_dir: Path,  # noqa: F811
+) -> None:
+    """A fused kernel does not take its weights, so the flag is not loaded."""
+    one, other = mlp(4, 3), mlp(4, 3)
+    fully_shard(other)
+    optimizers = [
+        torch.optim.AdamW(one.parameters(), lr=0.1, fused=True),
+        torch.optim.AdamW(other.parameters(), lr=0.2),
+    ]
+    inputs = torch.ones(2, 4, dtype=torch.float64)
+    one(inputs).square().sum().backward()
+    optimizers[0].step()
+    checkpointer = Checkpointer(run_dir / "a")
+    checkpointer.save(1, model=one, opt=optimizers[0])
+    checkpointer.close()
+    Checkpointer(run_dir / "a").restore(model=other, opt=optimizers[1])
+    for model, optimizer in zip((one, other), optimizers, strict=True):
+        optimizer.zero_grad()
+        model(inputs).square().sum().backward()
+        optimizer.step()
+    for whole, shard in zip(one.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(shard.full_tensor(), whole)
     ranks.allgather(None)
 
 

@@ -27,6 +27,7 @@ from mpitrain import (
 )
 from mpitrain.checkpoint.layout import list_checkpoints
 from mpitrain.mpi.shared_arrays import Communicator
+from mpitrain.record.reading import Run
 from mpitrain.record.run_dir import read_result
 from mpitrain.tools.report.report import ReportConfig, report
 from mpitrain.tools.watch import WatchConfig, watch
@@ -60,7 +61,8 @@ def trainer_of(world: World, val_data: Any = None, **options: Any) -> Trainer:
         "loss": lambda y, t: (y.sum(1) - t[:, 0]) ** 2,
         **options,
     }
-    return Trainer(Net(), samples(20), val_data, config, world=world, **options)
+    model = options.pop("model", None) or Net()
+    return Trainer(model, samples(20), val_data, config, world=world, **options)
 
 
 @pytest.fixture(scope="module", params=["ddp", "ema", "fsdp"])
@@ -108,6 +110,21 @@ def test_predictions_are_of_each_sample_once_in_order(
         assert torch.allclose(torch.stack(its), expected, rtol=1e-9, atol=1e-12)
 
 
+def test_a_run_records_its_predictions(
+    world: World,
+    run_dir: Path,  # noqa: F811
+) -> None:
+    trainer = trainer_of(world, callbacks=[Recorder(run_dir)])
+    trainer.fit()
+    trainer.predict(samples(7))
+    trainer.predict(samples(11), lambda *_: None)
+    if not world.is_rank_zero:
+        return
+    found = [it.predicted_samples for it in Run(run_dir).metrics.predicted]
+    assert found == [7, 11]
+    assert read_result(run_dir)["status"] == "finished"
+
+
 class Boxes(Task):
     """Outputs of another length for each sample, and parts of several kinds."""
 
@@ -136,6 +153,28 @@ def test_outputs_may_be_ragged_and_of_any_kind(world: World) -> None:
     trainer.task.predict_step = lambda model, batch: model(batch.inputs).sum()  # type: ignore[method-assign]
     with pytest.raises(DataError, match=r"rows are float64 \(\); expected a tensor of"):
         trainer.predict(samples(100 * world.world_size))
+
+
+class ListNet(Net):
+    """Takes a list of inputs, as models of detection do."""
+
+    def forward(self, inputs: Any) -> Tensor:
+        assert isinstance(inputs, list)
+        return super().forward(torch.stack(inputs))
+
+
+def test_a_list_of_one_input_stays_a_list(world: World) -> None:
+    trainer = trainer_of(
+        world,
+        settings={"micro_batch_size": 1},
+        collate_fn=lambda rows: tuple(map(list, zip(*rows, strict=True))),
+        loss=lambda outputs, targets: (
+            (outputs.sum(1) - torch.stack(targets)[:, 0]) ** 2
+        ),
+        model=ListNet(),
+    )
+    trainer.fit()
+    assert len(trainer.predict(samples(7)) or ()) == 7 * world.is_rank_zero
 
 
 def test_predictions_leave_no_worker_behind(world: World) -> None:

@@ -79,6 +79,45 @@ def test_sparse_gradients_train_as_dense_ones_do(
     assert found == pytest.approx(expected, rel=1e-9)
 
 
+def test_padding_of_a_rank_without_samples_moves_no_row(world: World) -> None:
+    """SparseAdam steps the rows that a gradient has, also where they are zeros."""
+    words = torch.arange(60).reshape(10, 6) % 50
+    labels = words[:, 0] % 10
+
+    def optimizers(model: Any) -> list[Any]:
+        return [
+            torch.optim.SparseAdam(model.embedding.parameters(), lr=0.1),
+            torch.optim.Adam(model.head.parameters(), lr=0.1),
+        ]
+
+    expected = Words(sparse=True).double()
+    by_hand = optimizers(expected)
+    steps = [[0, 1], [3], [4], [5, 3]]  # of sample 0 are the rows of padding
+    for numbers in steps:
+        expected.zero_grad()
+        F.cross_entropy(expected(words[numbers]), labels[numbers]).backward()
+        for it in by_hand:
+            it.step()
+    found = Words(sparse=True)
+    Trainer(
+        found,
+        TensorDataset(words, labels),
+        None,
+        config_of(epochs=1, schedule="constant", warmup_epochs=0),
+        world=world,
+        optimizer=optimizers,
+        batch_sampler=lambda seed, epoch: steps,
+    ).fit()
+    for name, value in expected.state_dict().items():
+        torch.testing.assert_close(found.state_dict()[name], value)
+
+
+@pytest.mark.parametrize("is_bitwise", [False, True])
+def test_sparse_gradients_are_refused_with_fsdp(world: World, is_bitwise: bool) -> None:
+    with pytest.raises(UsageError, match="embedding has sparse=True, and --strategy f"):
+        fit_words(world, sparse=True, strategy="fsdp", bitwise=is_bitwise)
+
+
 @pytest.mark.parametrize("optimizer", ["sgd", "adagrad"])
 def test_weight_decay_of_sparse_gradients_is_refused(
     world: World, optimizer: str

@@ -117,6 +117,72 @@ def test_a_loss_may_be_assigned(world: World) -> None:
     assert trainer.fit().loss == pytest.approx(expected["loss"], rel=1e-9)
 
 
+def test_a_loss_with_tensors_is_moved_as_the_model_is(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Class weights are float32, and not on the device, before the training."""
+
+    class Weighted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.BCEWithLogitsLoss(torch.ones(1) * 2, reduction="none")
+            self.log_variance = nn.Parameter(torch.full((), float(world.rank)))
+            self.logits = nn.Linear(1, 1)
+
+        def forward(self, outputs: Any, targets: Any) -> Any:
+            assert outputs.dtype == self.log_variance.dtype
+            assert outputs.device == self.log_variance.device
+            losses = self.inner(self.logits(outputs), targets.gt(0).to(targets))
+            return losses * torch.exp(self.log_variance)  # rank zero's
+
+    loss = Weighted()
+    trained(world, loss=loss)
+    assert loss.inner.weight.dtype == torch.float64
+    assert loss.log_variance == 0
+    expected = "not trained: log_variance, logits.weight, logits.bias"
+    assert (expected in caplog.text) == world.is_rank_zero
+    caplog.clear()
+    trainer = made(world, {}, loss=nn.MSELoss(reduction="none"))
+    trainer.fit()
+    assert "not trained" not in caplog.text
+
+
+def test_losses_of_other_tensors_do_not_wait_for_each_other(world: World) -> None:
+    loss = nn.BCEWithLogitsLoss(torch.ones(1)) if world.rank else nn.MSELoss()
+    if world.world_size > 1:
+        with pytest.raises(
+            DataError, match="the loss differs between ranks: 0 numbers"
+        ):
+            trained(world, loss=loss)
+
+
+@pytest.mark.parametrize(
+    ("kinds", "expected"),
+    [
+        ({"loss": nn.MSELoss}, "loss= is the class MSELoss; expected a function of"),
+        ({"loss": "mse"}, "loss= is 'mse'; expected a function of"),
+        ({"model": lambda inputs: inputs}, "the model is 'function'; expected a torch"),
+        ({"model": None}, "the model is 'NoneType'; expected a torch"),
+        ({"metrics": [nn.MSELoss()]}, "metrics= is list; expected a dict of metrics"),
+        ({"metrics": {"mse": nn.MSELoss}}, "metric 'mse' is the class MSELoss; expect"),
+        ({"metrics": {3: nn.MSELoss()}}, "a metric is named 3; expected a text"),
+    ],
+)
+def test_arguments_of_another_kind_are_named(
+    world: World, kinds: dict[str, Any], expected: str
+) -> None:
+    given = {"loss": nn.MSELoss(), "model": nn.Linear(6, 1)} | kinds
+    data = numbers(5)
+    with pytest.raises(UsageError, match=expected):
+        Trainer(given.pop("model"), data, data, world=world, **given).fit()
+
+
+@pytest.mark.parametrize("returned", [None, "high"])
+def test_a_metric_that_is_no_number_is_named(world: World, returned: Any) -> None:
+    with pytest.raises(DataError, match=r"the mae is .*; expected a tensor"):
+        trained(world, loss=nn.MSELoss(), metrics={"mae": lambda *_: returned})
+
+
 @pytest.mark.parametrize("returned", [None, 0.5, torch.tensor(0.5)])
 def test_a_loss_without_a_gradient_is_named(world: World, returned: Any) -> None:
     expected = "no weight gets a gradient|expected a tensor"
