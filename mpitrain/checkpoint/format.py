@@ -5,6 +5,7 @@
     format, run, step, world_size   the run's id; the ranks that wrote the checkpoint
     token                           of this attempt to write it
     extra_state                     of modules that have any
+    model_config                    of a model of Transformers or timm, or null
     metric                          what the best checkpoint is chosen by, or null
     user_state                      of `Checkpointer.save`, or null
     objects                         likewise: the states of its objects, but for tensors

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from mpitrain.checkpoint.storage import CheckpointReader
 from mpitrain.checkpoint.tensors import (
+    KERNELS,
     OBJECTS,
     SPARSE,
     load_model,
@@ -193,6 +194,8 @@ def _load_optimizer(
         ).on_all_ranks()
     for group, saved in zip(found, packed["groups"], strict=True):
         for key, value in _unpack(saved, reader, group).items():
+            if key in KERNELS:
+                continue
             if isinstance(group.get(key), Tensor) and isinstance(value, Tensor):
                 group[key].copy_(value)  # it may be part of a graph
             else:

@@ -221,7 +221,8 @@ def _named(path: Path, run_dir: Path) -> Checkpoint | None:
     try:
         return checkpoint_at(path)
     except DataError as error:
-        raise UsageError(f"--resume: {error}") from None
+        of_others = f". If another program wrote it, --weights {path} loads the weights"
+        raise UsageError(f"--resume: {error}{of_others * path.exists()}") from None
 
 
 def _set_newer_aside(chosen: Checkpoint) -> None:

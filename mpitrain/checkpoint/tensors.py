@@ -35,6 +35,9 @@ from mpitrain.train.optimizer import OptimizerWrapper
 MODEL, OPTIMIZER, EMA, RANDOM = "model/", "optimizer/", "average/", "random/"
 OBJECTS = "objects/"
 SPARSE, NUMBER = ".sparse-", ".number"
+KERNELS = ("fused", "foreach", "capturable")
+"""How an optimizer computes on its device and weights: not loaded, since a resumed job
+may have others."""
 
 
 def tensors_to_save(
@@ -77,6 +80,11 @@ def split_state(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Any]]:
     others: dict[str, Any] = {}
     for name, value in model.state_dict().items():
         if isinstance(value, Tensor):
+            if value.is_meta:
+                raise UsageError(
+                    f"the model is on the device meta, where {name} has no numbers; "
+                    "expected a model on this rank's device"
+                ).on_all_ranks()
             tensors[name] = value
             continue
         hint = ". Make it a tensor (register_buffer)"
@@ -94,7 +102,8 @@ def load_model(
     """Load the state of a model, which may be sharded."""
     if extra_state is None:
         extra_state = reader.metadata["extra_state"]
-    here = {name: of.shape for name, of in split_state(model)[0].items()}
+    tensors = split_state(model)[0]
+    here = {name: of.shape for name, of in tensors.items()}
     there = {name: of.shape for name, of in reader.stored(prefix).items()}
     for name in {**there, **here}:
         if here.get(name) != there.get(name):
@@ -107,11 +116,7 @@ def load_model(
                 f"{found} in this model, and {expected} in the checkpoint. "
                 "Expected the same model, or another run folder"
             ).on_all_ranks()
-    # Not in place: what a module returns may be a copy.
-    tensors = {
-        name: torch.empty_like(tensor, requires_grad=False)
-        for name, tensor in split_state(model)[0].items()
-    }
+    # In place, so that there is no second model; what a module returns may be a copy.
     reader.load({prefix + name: tensor for name, tensor in tensors.items()})
     model.load_state_dict({**tensors, **extra_state})
 
@@ -265,6 +270,8 @@ def load_param_groups(
     """Set what `plain_param_groups` returned."""
     for group, saved in zip(optimizer.param_groups, groups, strict=True):
         for key, value in saved.items():
+            if key in KERNELS:
+                continue
             if isinstance(group.get(key), Tensor):
                 group[key].fill_(value)
             else:

@@ -59,6 +59,7 @@ def collect(
         "step": state.step,
         "world_size": engine.world.world_size,
         "extra_state": split_state(engine.model)[1],
+        "model_config": engine.model_config if engine.world.is_rank_zero else None,
         "metric": metric,
         "user_state": None,
         "trainer": {

@@ -15,12 +15,8 @@ from torch import Tensor, nn
 from mpitrain.errors import UsageError
 from mpitrain.models import hub, timm, torchvision
 from mpitrain.models.layers import Sizes, check_is_module
-from mpitrain.models.weights import (
-    is_file_name,
-    load_state,
-    read_state,
-    unknown_weights,
-)
+from mpitrain.models.weight_files import is_file_name, read_state
+from mpitrain.models.weights import load_state, unknown_weights
 from mpitrain.plugins import call_with_known, is_reference, load_reference
 from mpitrain.torch_compat import without_compile_wrappers
 

@@ -15,11 +15,11 @@ from torch import nn
 
 from mpitrain.errors import DataError, UsageError, did_you_mean
 from mpitrain.models.layers import Sizes, fit_first_conv, try_one_image
+from mpitrain.models.weight_files import read_state
 from mpitrain.models.weights import (
     cached_file,
     load_state,
     not_downloaded,
-    read_state,
     unknown_weights,
 )
 

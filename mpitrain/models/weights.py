@@ -1,127 +1,22 @@
-"""Weights: files of them, read without unpickling code, and loaded into a model."""
+"""Weights that are loaded into a model, and where their files are."""
 
 from __future__ import annotations
 
 import importlib
 import re
 import sys
-import warnings
-from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from mpitrain.errors import DataError, UsageError
 from mpitrain.models.layers import adapt_filters, first_conv, head_of
-from mpitrain.plugins import require
+from mpitrain.models.weight_files import State, StoredWeight, read_state
+from mpitrain.torch_compat import local_shard
 
-SUFFIXES = frozenset({".pt", ".pth", ".safetensors", ".bin", ".ckpt", ".tar"})
-# Keys under which programs save a ``state_dict``, in any case (`MODEL_STATE`); averages
-# first, as in timm.
-AVERAGES = ("state_dict_ema", "model_ema", "params_ema")
-STATE_KEYS = (
-    *(*AVERAGES, "model", "state_dict", "model_state_dict", "model_state"),
-    *("module", "net", "network", "weights", "state", "params", "teacher"),
-)
 WRAPPERS = ("module.", "model.", "backbone.")  # that programs put before the names
-EXPECTED = "expected a state_dict: torch.save(model.state_dict(), 'model.pt')"
-
-# What training scripts save beside the weights: timm's, torchvision's, Lightning's.
-BESIDE = (
-    *("argparse.Namespace", "types.SimpleNamespace", "numpy.dtype", "numpy.ndarray"),
-    *("numpy.core.multiarray.scalar", "numpy.core.multiarray._reconstruct"),
-    *("numpy._core.multiarray.scalar", "numpy._core.multiarray._reconstruct"),
-    *("pathlib.PosixPath", "pathlib._local.PosixPath"),  # since Python 3.13
-    *("pathlib.WindowsPath", "pathlib._local.WindowsPath"),
-    *(f"builtins.{name}" for name in ("dict", "float", "int", "list", "str")),
-)
-
-State = dict[str, Any]  # weights by name; a few may be no tensors (`_extra_state`)
-
-
-def is_file_name(weights: str) -> bool:
-    """Whether ``--weights`` names a file, and not weights that a library knows."""
-    path = Path(weights)
-    return path.suffix in SUFFIXES or "/" in weights or path.is_file()
-
-
-class Ignored:
-    """Stands for an object of `BESIDE`: nothing of its module is called."""
-
-    def __new__(cls, *_: object) -> Ignored:
-        """Drop the arguments."""
-        return super().__new__(cls)
-
-    def __setstate__(self, state: object) -> None:
-        """Drop the state."""
-
-
-def read_state(path: Path) -> tuple[State, str]:
-    """Read the weights in a file of ``torch.save`` or .safetensors, onto the CPU.
-
-    Returns:
-        The weights, and of the keys `AVERAGES` the one under which they were found.
-    """
-    if not path.is_file():
-        is_away = f"is not there, seen from {Path.cwd()}"
-        found = "is a folder" if path.is_dir() else is_away
-        raise UsageError(
-            f"--weights {str(path)!r} {found}; expected a file of weights, such as "
-            "runs/NAME/model.pt"
-        )
-    try:
-        if path.suffix == ".safetensors":
-            require("safetensors", f"--weights {path}")
-            safetensors = importlib.import_module("safetensors.torch")
-            return dict(safetensors.load_file(path, device="cpu")), ""
-        names: list[Any] = [(Ignored, name) for name in BESIDE]
-        # torch fills no other kind of mapping with items.
-        names.append((lambda *_: OrderedDict(), "collections.defaultdict"))
-        with warnings.catch_warnings(), torch.serialization.safe_globals(names):
-            warnings.simplefilter("ignore")  # about pickles by other means than torch's
-            content = torch.load(path, map_location="cpu", weights_only=True)
-    except UsageError:
-        raise
-    except Exception as error:  # a broken file can fail in any way
-        if "TorchScript" in str(error):
-            raise DataError(
-                f"--weights {path} is a TorchScript program; {EXPECTED}, with "
-                f"model = torch.jit.load({str(path)!r})"
-            ) from None
-        # In torch 2.15: "Unsupported global: GLOBAL posix.system was not ...".
-        code = re.search(r"GLOBAL (\S+)", str(error))
-        reason = str(error).partition("\n")[0].partition(". ")[0]
-        raise DataError(
-            f"--weights {path} holds more than weights, and was not opened: it wants "
-            f"{code[1]} of Python, which could run anything; {EXPECTED}, where the "
-            "file comes from"
-            if code
-            else f"--weights {path} cannot be read ({type(error).__name__}: {reason}): "
-            f"it has {path.stat().st_size:,} bytes, and is not a file of weights, or "
-            "not the whole of one.\nCopy or download it again."
-        ) from error
-    return _find_state(content, path)
-
-
-def _find_state(content: object, path: Path) -> tuple[State, str]:
-    kind = type(content).__name__
-    if isinstance(content, Mapping):
-        by_key = {str(key).lower(): value for key, value in content.items()}
-        for key in STATE_KEYS:
-            if isinstance(by_key.get(key), Mapping):
-                state, average = _find_state(by_key[key], path)
-                return state, key if key in AVERAGES else average
-        state = {str(key): value for key, value in content.items()}
-        if any(isinstance(value, Tensor) for value in state.values()):
-            return state, ""
-        kind += f" with {', '.join(list(state)[:10]) or 'nothing'}"
-    raise DataError(
-        f"--weights {path} holds no weights: found a {kind}; {EXPECTED}, or it under "
-        f"one of the keys {', '.join(STATE_KEYS)}"
-    )
 
 
 def cached_file(url: str, *, local: bool = True, progress: bool = False) -> str:
@@ -154,12 +49,39 @@ def not_downloaded(name: str, weights: str | None, error: Exception) -> DataErro
     )
 
 
+def load_weights(model: nn.Module, path: str | Path) -> str:
+    """Load weights from a file or folder into a model, in place, one by one; local.
+
+    ``--weights`` says what a file or folder may be. Nothing in it is executed.
+
+    Args:
+        model: Plain, or sharded by `fully_shard`: each rank then reads its own shard.
+        path: The file or folder, which this rank can read.
+
+    Returns:
+        A line for the user: how many tensors, and what is new or not used.
+
+    Raises:
+        UsageError: It is not there; the model is unchanged, as below.
+        DataError: It cannot be read, or is of another architecture; or the model is
+            still on the device ``meta``.
+    """
+    state, _ = read_state(Path(path))
+    return load_state(model, state, str(path))
+
+
 def load_state(model: nn.Module, state: State, source: str) -> str:
     """Load weights by name into a model, in place; return what changed, for the user.
 
     The weights of another architecture are an error, which leaves the model unchanged.
     """
     target = model.state_dict()  # loaded as a whole, with its version metadata
+    if any(isinstance(it, Tensor) and it.is_meta for it in target.values()):
+        raise DataError(
+            f"weights from {source}: the model is on the device meta, found no memory "
+            "for them; expected mpitrain.load_weights(trainer.model, path) in a "
+            "callback's `setup`, or a model on the cpu"
+        )
     state, prefix = _without_wrappers(state, target)
     state = _translate(model, state, source)
     try:
@@ -175,7 +97,7 @@ def load_state(model: nn.Module, state: State, source: str) -> str:
         mine = target.get(name)
         if not isinstance(mine, Tensor) or getattr(value, "shape", ()) == mine.shape:
             fitting[name] = value
-        elif not isinstance(value, Tensor):
+        elif not isinstance(value, Tensor | StoredWeight):
             wrong.append(f"{name} is a {type(value).__name__}")
         elif name.startswith(head) and value.shape[1:] == mine.shape[1:]:
             classes = f"{mine.shape[0]} classes instead of {value.shape[0]}"
@@ -183,15 +105,24 @@ def load_state(model: nn.Module, state: State, source: str) -> str:
         elif name == first and value.shape[:1] + value.shape[2:] == (
             mine.shape[:1] + mine.shape[2:]
         ):
-            fitting[name] = adapt_filters(value, mine.shape[1])
+            fitting[name] = adapt_filters(_read(value), mine.shape[1])
             changes[name] = f"{name} from {value.shape[1]} channels to {mine.shape[1]}"
         else:
             wrong.append(f"{name} {tuple(value.shape)}, expected {tuple(mine.shape)}")
     if head in changes:
         fitting = {k: v for k, v in fitting.items() if not k.startswith(head)}
     unused = [name for name in fitting if name not in target]
-    wanted = (name for name in target if not name.endswith(".num_batches_tracked"))
-    missing = [name for name in wanted if name not in state]
+    # Of tied weights a file may have one name.
+    of_names = model.named_parameters(remove_duplicate=False)
+    owners = {name: id(weight) for name, weight in of_names}
+    there = {owners.get(name) for name in fitting}
+    missing = [
+        name
+        for name in target
+        if name not in state
+        and not name.endswith(".num_batches_tracked")
+        and (name not in owners or owners[name] not in there)
+    ]
     # Whole parts that the model lacks (a decoder, a second head) are left out; further
     # layers in a part that it has are the sign of another architecture.
     parts = {_part(name) for name in target}
@@ -209,8 +140,12 @@ def load_state(model: nn.Module, state: State, source: str) -> str:
             "classes and the channels of the images may differ."
         )
     loaded = {name: value for name, value in fitting.items() if name in target}
-    target.update(loaded)
-    model.load_state_dict(target)
+    for name, value in loaded.items():
+        if isinstance(target[name], Tensor):
+            _fill(target[name], value)
+        else:
+            target[name] = value
+    model.load_state_dict(target)  # what is not filled yet, such as copies
     words = [f"{len(loaded)} tensors", *changes.values()]
     if prefix:
         words.append(f"those whose names begin with {prefix}")
@@ -219,6 +154,21 @@ def load_state(model: nn.Module, state: State, source: str) -> str:
     if unused:
         words.append(f"{len(unused)} not used ({_some(unused)})")
     return "; ".join(words)
+
+
+@torch.no_grad()
+def _fill(target: Tensor, value: Tensor | StoredWeight) -> None:
+    """Copy a weight into a tensor of its shape; of a sharded one, into the shard."""
+    source = _read(value)
+    if (found := local_shard(target)) is not None:
+        target, shard = found
+        for dim, size in enumerate(shard.sizes):
+            source = source.narrow(dim, shard.offsets[dim], size)
+    target.copy_(source)
+
+
+def _read(value: Tensor | StoredWeight) -> Tensor:
+    return value.read() if isinstance(value, StoredWeight) else value
 
 
 def _without_wrappers(state: State, known: Iterable[str]) -> tuple[State, str]:
@@ -247,12 +197,18 @@ def _without(state: State, prefix: str) -> State:
 
 def _translate(model: nn.Module, state: State, source: str) -> State:
     """Let the model's library convert older names and other image sizes."""
+    target = model.state_dict()
+    if target.keys() == state.keys() and all(
+        getattr(state[name], "shape", ()) == getattr(it, "shape", ())
+        for name, it in target.items()
+    ):
+        return state  # as they are, and not yet read
     kind, module = type(model).__name__, type(model).__module__
     library = module.partition(".")[0]
     try:
         if library == "timm":
             convert = getattr(sys.modules[module], "checkpoint_filter_fn", None)
-            return dict(convert(dict(state), model)) if convert else state
+            return dict(convert(_whole(state), model)) if convert else state
         if library == "torchvision" and kind == "DenseNet":
             # The files have norm.1 for norm1, as in torchvision.models.densenet.
             old = re.compile(r"(denselayer\d+\.(?:norm|relu|conv))\.([12]\.)")
@@ -260,13 +216,17 @@ def _translate(model: nn.Module, state: State, source: str) -> State:
         if library == "torchvision" and "encoder.pos_embedding" in state:
             vit = importlib.import_module("torchvision.models.vision_transformer")
             sizes = (model.image_size, model.patch_size)
-            return dict(vit.interpolate_embeddings(*sizes, dict(state)))
+            return dict(vit.interpolate_embeddings(*sizes, _whole(state)))
     except Exception as error:
         raise DataError(
             f"the weights from {source} are not those of this {kind}: {library} could "
             f"not fit them ({type(error).__name__}: {error})"
         ) from error
     return state
+
+
+def _whole(state: State) -> State:
+    return {name: _read(value) for name, value in state.items()}
 
 
 def _part(name: str) -> str:

@@ -1,8 +1,7 @@
-"""`python -m mpitrain export`: write the model of a run to a file, without MPI."""
+"""`python -m mpitrain export`: write the model of a run, without MPI."""
 
 from __future__ import annotations
 
-import importlib
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,28 +23,35 @@ from mpitrain.checkpoint.storage import CheckpointReader
 from mpitrain.checkpoint.tensors import EMA, MODEL
 from mpitrain.data.samples import digest
 from mpitrain.errors import UsageError
-from mpitrain.files import replacing
+from mpitrain.files import filling, replacing
 from mpitrain.models.build import build_model
-from mpitrain.plugins import is_reference, require
+from mpitrain.plugins import is_reference
 from mpitrain.settings import setting
+from mpitrain.tools import export_folder
+from mpitrain.tools.export_folder import Weights
 
-Format = Literal["state_dict", "safetensors", "torchscript", "exported-program"]
-PLAIN = ("state_dict", "safetensors")  # without the model's code
+Format = Literal[
+    "state_dict", "safetensors", "huggingface", "dcp", "torchscript", "exported-program"
+]
+FOLDERS = ("huggingface", "dcp")
+PROGRAMS = ("torchscript", "exported-program")  # with the model's code
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExportConfig:
-    """Write the model of a run's newest complete checkpoint to a file."""
+    """Write the model of a run's newest complete checkpoint to a file or folder."""
 
     run: Path = setting(metavar="RUN", is_positional=True)
     """A run folder, such as runs/NAME, or one of its checkpoints."""
-    output: Path = setting(metavar="FILE", is_positional=True)
-    """The file to write; replaced only when complete."""
+    output: Path = setting(metavar="OUTPUT", is_positional=True)
+    """The file to write, replaced only when complete; of huggingface and dcp a new
+    folder."""
     best: bool = False
     """Take the best checkpoint by the run's --best-by, not the newest."""
     format: Format = "state_dict"
-    """state_dict (for torch.load), safetensors, or with the model's code
-    torchscript or exported-program (torch.export)."""
+    """state_dict (for torch.load), safetensors, huggingface (for from_pretrained of
+    Transformers, or timm), dcp (for torch.distributed.checkpoint), or with the model's
+    code torchscript or exported-program (torch.export)."""
     model: str | None = None
     """Repeat the run's --model for torchscript or exported-program, if it is
     user-defined or from torch.hub: its code is run."""
@@ -54,37 +60,43 @@ class ExportConfig:
     normalize: bool = False
     """Put the run's normalization into torchscript or exported-program, which then
     takes floats from 0 to 1."""
+    max_shard_gb: float = setting(5.0, above=0.0, only_with=("format", "huggingface"))
+    """Gigabytes of one file of huggingface, at most, unless one weight has more."""
 
 
 def export(config: ExportConfig) -> str:
     """Write the model; return a line that says what was written."""
-    if config.output.is_dir() or not config.output.absolute().parent.is_dir():
+    kind, output = config.format, config.output
+    is_folder = kind in FOLDERS
+    is_there = output.exists() if is_folder else output.is_dir()
+    if is_there or not output.absolute().parent.is_dir():
+        what = "the name of a new folder" if is_folder else "a file"
         raise UsageError(
-            f"{config.output} cannot be written; expected a file in an existing folder"
+            f"{output} cannot be written; expected {what} in an existing folder"
         )
     checkpoint = choose_checkpoint(config.run, best=config.best)
     reader = CheckpointReader(checkpoint)
     inputs = (reader.metadata["trainer"] or {}).get("inputs") or {}
-    if config.normalize and (config.format in PLAIN or not inputs.get("mean")):
+    if config.normalize and (kind not in PROGRAMS or not inputs.get("mean")):
         raise UsageError(
-            f"--normalize: found --format {config.format}, mean {inputs.get('mean')}; "
+            f"--normalize: found --format {kind}, mean {inputs.get('mean')}; "
             "expected torchscript or exported-program, and a run that normalizes images"
         )
-    state = read_weights(reader, average=config.average)
-    if not state:
+    weights = Weights(reader, find_weights(reader, average=config.average))
+    if not weights.stored:
         names = ", ".join(reader.metadata.get("objects") or ())
         raise UsageError(
             f"{checkpoint.path} has no model, but {names or 'nothing'}; expected a "
             "loop that saves one by the name model: save(step, model=model, ...)"
         )
     try:
-        with replacing(config.output) as beside:
-            _write(config, state, reader.metadata, beside)
+        with (filling if is_folder else replacing)(output) as beside:
+            _write(config, weights, reader.metadata, beside)
     except OSError as error:
-        raise UsageError(f"{config.output}: {error.strerror or error}") from None
-    num = sum(tensor.numel() for tensor in state.values())
+        raise UsageError(f"{output}: {error.strerror or error}") from None
+    num = sum(of.shape.numel() for of in weights.stored.values())
     return (
-        f"{config.output}: {config.format} of {num:,} numbers in {len(state)} tensors, "
+        f"{output}: {kind} of {num:,} numbers in {len(weights.stored)} tensors, "
         f"from {checkpoint.path}{_inputs_lines(inputs, is_inside=config.normalize)}"
     )
 
@@ -129,17 +141,24 @@ def is_complete(checkpoint: Checkpoint) -> bool:
     return True
 
 
+def find_weights(reader: CheckpointReader, *, average: bool) -> dict[str, str]:
+    """Return the names in a checkpoint of the weights of a model, or of their EMA."""
+    sources = {name: MODEL + name for name in reader.stored(MODEL)}
+    averages = reader.stored(EMA) if average else {}
+    # A weight of two names has two equal tensors, and its average the first name.
+    others = [name for name in sources if averages and name not in averages]
+    weights, first_names = Weights(reader, sources), {}
+    for name in averages if others else ():
+        first_names[_identity(weights.read(name))] = name
+    for name in others:
+        if found := first_names.get(_identity(weights.read(name))):
+            sources[name] = EMA + found
+    return sources | {name: EMA + name for name in averages}
+
+
 def read_weights(reader: CheckpointReader, *, average: bool) -> dict[str, Tensor]:
     """Read a model's plain ``state_dict``, or its EMA where there is one."""
-    state = read_tensors(reader, MODEL)
-    averages = read_tensors(reader, EMA) if average else {}
-    # A weight of two names has two equal tensors, and its average the first name.
-    first_names = {_identity(state[name]): name for name in averages}
-    for name, tensor in state.items() if averages else ():
-        of = name if name in averages else first_names.get(_identity(tensor), "")
-        if of:
-            state[name] = averages[of].clone()
-    return state
+    return Weights(reader, find_weights(reader, average=average)).read_all()
 
 
 def read_tensors(reader: CheckpointReader, prefix: str) -> dict[str, Tensor]:
@@ -155,17 +174,21 @@ def _identity(tensor: Tensor) -> tuple[object, ...]:
 
 
 def _write(
-    config: ExportConfig, state: dict[str, Tensor], metadata: dict[str, Any], file: Path
+    config: ExportConfig, weights: Weights, metadata: dict[str, Any], path: Path
 ) -> None:
     kind = config.format
-    if kind == "state_dict":
-        torch.save({**state, **metadata["extra_state"]}, file)
-    elif kind == "safetensors":
-        require("safetensors", "--format safetensors")
-        library = importlib.import_module("safetensors.torch")
-        library.save_file(state, str(file))
+    if kind == "safetensors":
+        export_folder.write_safetensors(path, weights, weights.stored)
+    elif kind == "huggingface":
+        found = metadata.get("model_config")  # not in older checkpoints
+        trainer, max_bytes = metadata["trainer"], config.max_shard_gb * 1e9
+        export_folder.write_huggingface(path, weights, found, trainer, max_bytes)
+    elif kind == "dcp":
+        export_folder.write_dcp(path, weights, metadata["extra_state"])
+    elif kind == "state_dict":
+        torch.save({**weights.read_all(), **metadata["extra_state"]}, path)
     else:
-        model = _rebuild(state, metadata, config.model)
+        model = _rebuild(weights.read_all(), metadata, config.model)
         if config.normalize:
             model = _normalized(model, metadata["trainer"])
         data = _trainer(metadata)["data"]
@@ -176,11 +199,11 @@ def _write(
             warnings.simplefilter("ignore")  # torch.jit is to go, one day
             if kind == "torchscript":
                 trace: Any = torch.jit.trace
-                torch.jit.save(trace(model, example), str(file))
+                torch.jit.save(trace(model, example), str(path))
             else:
                 shapes = ({0: torch.export.Dim.AUTO},)
                 program = torch.export.export(model, (example,), dynamic_shapes=shapes)
-                with file.open("wb") as opened:
+                with path.open("wb") as opened:
                     torch.export.save(program, opened)
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -14,7 +12,8 @@ import numpy as np
 import pytest
 import torch
 from data_files import idx_bytes
-from launcher import Mpi, environment, mpirun
+from export_jobs import export
+from launcher import Mpi, mpirun
 
 pytestmark = pytest.mark.xdist_group("export")  # a fixture that trains, once
 
@@ -29,18 +28,6 @@ def folder(openmpi: Mpi, tmp_path_factory: pytest.TempPathFactory) -> Path:
     done = mpirun(openmpi, 3, *words, cwd=made)
     assert done.status == 0, done.out + done.err
     return made
-
-
-def export(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    """Export where there is no MPI at all."""
-    return subprocess.run(
-        [sys.executable, "-m", "mpitrain", "export", *words],
-        cwd=folder,
-        env={**environment(), "MPI4PY_LIBMPI": "/nowhere/libmpi.so"},
-        check=False,
-        capture_output=True,
-        text=True,
-    )
 
 
 def test_a_state_dict_is_the_model_that_was_judged(folder: Path) -> None:

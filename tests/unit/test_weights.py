@@ -18,7 +18,8 @@ from torch import Tensor, nn
 
 from mpitrain.errors import DataError, UsageError
 from mpitrain.models.build import build_and_load, build_model
-from mpitrain.models.weights import load_state, read_state
+from mpitrain.models.weight_files import read_state
+from mpitrain.models.weights import load_state
 
 SIZES: dict[str, Any] = {"num_classes": 7, "in_channels": 3, "image_size": 32}
 
@@ -370,5 +371,5 @@ def test_a_file_without_weights_is_told_what_it_holds(
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"no/model.pt' is not there, seen from"):
         read_state(tmp_path / "no/model.pt")
-    with pytest.raises(UsageError, match="is a folder; expected a file"):
+    with pytest.raises(UsageError, match="is a folder without weights; expected"):
         read_state(tmp_path)
