@@ -7,6 +7,7 @@ import errno
 import json
 import math
 import os
+import shutil
 import stat
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -28,6 +29,18 @@ def replacing(path: Path) -> Iterator[Path]:
         os.replace(beside, path)
     finally:
         beside.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def filling(path: Path) -> Iterator[Path]:
+    """Give an empty folder that becomes ``path``, a new one, unless that fails."""
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        beside.mkdir()
+        yield beside
+        beside.rename(path)
+    finally:
+        shutil.rmtree(beside, ignore_errors=True)
 
 
 def write_atomic(path: Path, data: str | bytes) -> None:

@@ -54,9 +54,9 @@ class HealthCheck(Callback):
         if waited > DATA_FRACTION and not self._is_starved:
             self._is_starved = True
             logger.warning(
-                "data loading takes %.0f %% of a step: raise --num-workers (now %s), "
-                "or use a format that is read faster, such as shards",
-                *(100 * waited, trainer.config.num_workers),
+                "data loading takes %.0f %% of a step: see what --num-workers auto "
+                "finds (now %s), or use a format that is read faster, such as shards",
+                *(100 * waited, trainer.config.num_workers or "the default"),
             )
 
     def _check_ranks(self, trainer: Trainer, seconds: float) -> None:

@@ -17,13 +17,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mpitrain.launch.job import Job
+from mpitrain.launch.job import Job, seconds_since_start
 from mpitrain.mpi.world import World
 from mpitrain.record.jsonl import CLOSE_SECONDS, JsonlWriter
 from mpitrain.record.run_dir import rank_name
 from mpitrain.train.callbacks import Callback
 from mpitrain.train.metrics import NUM_PHASES, PHASES, UPDATE, StepMetrics
-from mpitrain.watchdog.process import age_seconds
 
 if TYPE_CHECKING:
     from mpitrain.train.timer import StepTimes, Timer
@@ -61,7 +60,7 @@ class RankTimes(Callback):
     def open(self, world: World, timer: Timer, step: int) -> None:
         """Open the file. ``step``: steps done by earlier jobs."""
         if self._start_seconds is None:
-            self._start_seconds = age_seconds()
+            self._start_seconds = seconds_since_start()
         self._folder.mkdir(parents=True, exist_ok=True)
         name = rank_name(world.rank, world.world_size)
         self._lines = JsonlWriter(self._folder / f"{name}.jsonl")

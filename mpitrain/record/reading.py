@@ -77,6 +77,16 @@ class Saved:
     error: str = ""  # why it could not be written; empty if it was
 
 
+@dataclass(frozen=True, kw_only=True)
+class Predicted:
+    """A call of `Trainer.predict`."""
+
+    time: float
+    step: int  # of the training until then
+    data: str  # class of the data set
+    predicted_samples: int
+
+
 class Metrics(JsonlReader):
     """The content of ``metrics.jsonl``, each step once."""
 
@@ -89,6 +99,7 @@ class Metrics(JsonlReader):
         self.resumed: list[Resumed] = []
         self.saved: list[Saved] = []
         self.test: dict[str, float] = {}
+        self.predicted: list[Predicted] = []
         self.balance: tuple[int, list[int]] | None = None
         """Since which step ranks take how many micro-batches of a step."""
 
@@ -128,6 +139,8 @@ class Metrics(JsonlReader):
                 self.balance = int(row["step"]), counts
             case "test":
                 self.test = _values(row, "test_")
+            case "predict":
+                self.predicted.append(make(Predicted, row))
 
 
 def _epoch(row: Mapping[str, Any]) -> Any:

@@ -15,9 +15,11 @@ from typing import TYPE_CHECKING, Any
 from mpitrain.console import say, shown
 from mpitrain.errors import Stopped
 from mpitrain.files import finite, write_json
-from mpitrain.launch.job import Job, current_world, require_world
+from mpitrain.launch.job import Job, require_world, seconds_since_start
+from mpitrain.mpi.collectives import MPI_PROCESS
 from mpitrain.mpi.shared_arrays import Communicator, communicator
 from mpitrain.mpi.world import World
+from mpitrain.record.cost import cost_of
 from mpitrain.record.jsonl import CLOSE_SECONDS, JsonlWriter
 from mpitrain.record.loop import before_step, mean_over_ranks, rows_of
 from mpitrain.record.run_dir import log_path, open_log, progress_of, read_result
@@ -37,6 +39,7 @@ _ENCODE = json.JSONEncoder(allow_nan=False).encode
 # Fields of `result.json` that a resumed job does not take over.
 _OF_THE_JOB = (
     *("status", "best_by", "world_size", "num_nodes", "backend", "start_seconds"),
+    "cost",
 )
 
 _NOT_WRITTEN = ("values", "train_losses", "steps_seconds", "is_end")
@@ -114,7 +117,7 @@ class Recorder(Callback):
         if not world.is_rank_zero:
             return
         if self._start_seconds is None:
-            self._start_seconds = age_seconds()
+            self._start_seconds = seconds_since_start()
         path, job = self.run_dir.resolve(), Job.current
         if not self.is_open and not (job and path in job.run_dirs):
             exists: Exists = "resume" if self._before or self._result else "refuse"
@@ -160,8 +163,7 @@ class Recorder(Callback):
 
     def on_stage_start(self, trainer: Trainer) -> None:
         """Let a script's failure be recorded, too: now all ranks may use the folder."""
-        if trainer.engine.world is current_world():  # not a part of it, as in a sweep
-            record_job(self.run_dir)
+        record_job(self.run_dir)
 
     def on_fit_end(self, trainer: Trainer) -> None:
         """Write that the run is finished."""
@@ -200,7 +202,7 @@ class Recorder(Callback):
         self._before = self.state_dict()  # for a second `fit`
         self._metrics.close()
         self._metrics = None
-        self._result["status"] = status
+        self._result |= {"status": status, **_cost(self.run_dir)}
         write_json(self.run_dir / "result.json", self._result)
 
     # --- for a custom loop ----------------------------------------------------------
@@ -374,19 +376,26 @@ class Recorder(Callback):
         """Write the metrics of the test set, also after the end of the training."""
         if not self._result:
             return
+        named, num = _prefixed("test", evaluation.values), evaluation.num_samples
+        self._result.update(named)
+        self._result["skipped_samples"] += skipped
+        self._write_late("test", **named, test_samples=num, skipped_samples=skipped)
+        say(f"test: {format_metrics(named)} on {num:,} samples")
+
+    def on_predict_end(self, trainer: Trainer, data: Any, num_samples: int) -> None:
+        """Write how many samples of which class of data set were predicted."""
+        if self._result:
+            facts = {"data": type(data).__name__, "predicted_samples": num_samples}
+            self._write_late("predict", step=trainer.state.step, **facts)
+
+    def _write_late(self, event: str, **values: object) -> None:
+        """Write a line, also after the end of the training."""
         status = self._result["status"]
         if self._metrics is None:
             self._open(keep_bytes=None)
-        assert self._metrics is not None
-        named, num = _prefixed("test", evaluation.values), evaluation.num_samples
-        self._metrics.write(
-            {"event": "test", **named, "test_samples": num, "skipped_samples": skipped}
-        )
-        self._result.update(named)
-        self._result["skipped_samples"] += skipped
+        self._write(event, **values)
         if status != "running":
             self._end(status)
-        say(f"test: {format_metrics(named)} on {num:,} samples")
 
     def _open(self, keep_bytes: int | None) -> None:
         path = self.run_dir / "metrics.jsonl"
@@ -434,8 +443,8 @@ def record_job(run_dir: Path, log: Callable[[str], object] | None = None) -> Non
     rank that prints the error calls ``log`` with it, in a script writes it into its
     log, and then into ``result.json``.
     """
-    if (job := Job.current) is None:
-        return
+    if (job := Job.current) is None or MPI_PROCESS.sub_worlds:
+        return  # a part of the ranks, such as a trial of a sweep, is not the job
     is_first, job.run_dir = job.run_dir is None, run_dir.resolve()
     rank, size = job.comm.rank, job.comm.size
     job.watchdog.log_to(log_path(job.run_dir, rank, size))
@@ -460,12 +469,17 @@ def record_failure(run_dir: Path, message: str, status: int = 1) -> None:
     """
     if is_finished(run_dir):
         return
-    done = progress_of(run_dir / "metrics.jsonl")  # rank zero counts in its memory
+    # Rank zero counts in its memory.
+    done = {**progress_of(run_dir / "metrics.jsonl"), **_cost(run_dir)}
     if status == Stopped.exit_status:
         reason = message.rpartition("Stopped: ")[2]
         update_result(run_dir, status="stopped", stopped=reason, **done)
     else:
         update_result(run_dir, status="failed", error=message, **done)
+
+
+def _cost(run_dir: Path) -> dict[str, Any]:
+    return {"cost": cost} if (cost := cost_of(run_dir)) else {}
 
 
 def update_result(run_dir: Path, **values: Any) -> None:

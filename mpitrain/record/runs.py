@@ -51,7 +51,7 @@ def open_run(runs_dir: Path, name: str | None, *, exists: Exists) -> RunFolder:
     Without a name, the date is the name. ``exists``: what to do where it exists. In a
     training that `supervise` has started again it is the run of the start before.
     """
-    if Job.current is not None and Job.current.replace_callbacks is not None:
+    if Job.current is not None and Job.current.is_replay:
         raise UsageError(
             f"a replay writes nothing, and the script opens {runs_dir / (name or '')} "
             "by itself; expected one whose Trainer has default_callbacks or a "
@@ -111,6 +111,7 @@ def open_run(runs_dir: Path, name: str | None, *, exists: Exists) -> RunFolder:
         tell_supervisor(path)
     if Job.current is not None:
         Job.current.run_dirs.add(path.resolve())
+        Job.current.locks += [] if lock is None else [lock]
     return RunFolder(path=path, run_id=run_id, is_new=is_new, lock=lock)
 
 

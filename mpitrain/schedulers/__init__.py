@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from mpitrain.errors import UsageError
 from mpitrain.schedulers import pbs, slurm
-from mpitrain.schedulers.allocation import AllocatedNode
+from mpitrain.schedulers.allocation import AllocatedNode, JobRecord
 
 JOB_VARIABLES = {"slurm": "SLURM_JOB_ID", "pbs": "PBS_JOBID"}
 MODULES = {"slurm": slurm, "pbs": pbs}
@@ -56,6 +56,13 @@ def seconds_left(environ: Mapping[str, str]) -> float | None:
     scheduler = detect(environ)
     module = MODULES.get(scheduler.name)
     return module.seconds_left(scheduler.job_id or "") if module else None
+
+
+def read_job(environ: Mapping[str, str]) -> JobRecord | None:
+    """Ask the scheduler for the record of this job; it has 30 s to answer."""
+    scheduler = detect(environ)
+    module = MODULES.get(scheduler.name)
+    return module.read_job(scheduler.job_id or "") if module else None
 
 
 def lost_nodes(environ: Mapping[str, str], hostnames: Sequence[str]) -> dict[str, str]:

@@ -6,6 +6,7 @@ import re
 import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 QUERY_SECONDS = 30.0  # how long a scheduler may take to answer
 
@@ -20,6 +21,15 @@ class AllocatedNode:
     hostname: str  # as the scheduler or the file writes it
     slots: int  # number of processes it has room for: tasks (SLURM), mpiprocs (PBS)
     gpus: int | None = None  # number of GPUs; ``None``: unknown, or none
+
+
+class JobRecord(NamedTuple):
+    """What a scheduler has on record of a job that runs. Times: seconds since 1970."""
+
+    queued: float
+    started: float
+    num_nodes: int
+    num_cores: int  # on all nodes, idle ones included
 
 
 def query(*command: str, timeout: float = QUERY_SECONDS) -> str:

@@ -22,7 +22,7 @@ from datetime import datetime
 from pathlib import Path
 
 from mpitrain.errors import LaunchError, UsageError
-from mpitrain.schedulers.allocation import AllocatedNode, lost_in, query
+from mpitrain.schedulers.allocation import AllocatedNode, JobRecord, lost_in, query
 
 
 def read_allocation(environ: Mapping[str, str]) -> tuple[AllocatedNode, ...]:
@@ -63,12 +63,31 @@ def parse_time_left(text: str, now: float) -> float | None:
     limit = _seconds_of("Resource_List", text)
     if limit is None:
         return None
-    start = re.search(r"^\s*stime = (.+)$", text, re.MULTILINE)
-    try:
-        started = datetime.strptime(start[1].strip(), "%a %b %d %H:%M:%S %Y")  # type: ignore[index]
-    except (TypeError, ValueError):  # another language; or it has just started
+    started = _time_of("stime", text)
+    if started is None:  # it has just started
         return limit - (_seconds_of("resources_used", text) or 0)
-    return started.timestamp() + limit - now
+    return started + limit - now
+
+
+def read_job(job_id: str) -> JobRecord | None:
+    """Ask `qstat` for the record of a job; ``None`` without an answer."""
+    text = query("qstat", "-f", job_id).replace("\n\t", "")  # it breaks long lines
+    queued, started = _time_of("qtime", text), _time_of("stime", text)
+    cores = re.search(r"Resource_List\.ncpus = (\d+)", text)
+    places = re.search(r"exec_host = (\S+)", text)  # a/0*4+b/0*4
+    if queued is None or started is None or cores is None or places is None:
+        return None
+    hosts = {it.partition("/")[0] for it in places[1].split("+")}
+    return JobRecord(queued, started, len(hosts), int(cores[1]))
+
+
+def _time_of(name: str, text: str) -> float | None:
+    found = re.search(rf"^\s*{name} = (.+)$", text, re.MULTILINE)
+    try:
+        when = datetime.strptime(found[1].strip(), "%a %b %d %H:%M:%S %Y")  # type: ignore[index]
+    except (TypeError, ValueError):  # another language
+        return None
+    return when.timestamp()
 
 
 def _seconds_of(name: str, text: str) -> float | None:

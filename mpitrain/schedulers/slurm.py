@@ -1,4 +1,4 @@
-"""SLURM: the nodes of a job, from its variables, and what `squeue` and `sinfo` say.
+"""SLURM: the nodes of a job, from its variables, and what its commands say.
 
     SLURM_JOB_ID            17
     SLURM_JOB_NODELIST      gpu[001-002,007],big1
@@ -16,9 +16,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from datetime import datetime
 
 from mpitrain.errors import LaunchError
-from mpitrain.schedulers.allocation import AllocatedNode, lost_in, query
+from mpitrain.schedulers.allocation import AllocatedNode, JobRecord, lost_in, query
 
 NODE_LIST = "SLURM_JOB_NODELIST"
 TASKS = "SLURM_TASKS_PER_NODE"
@@ -65,6 +66,20 @@ def parse_time_left(text: str) -> float | None:
         return None
     days, hours, minutes, seconds = (int(text or 0) for text in found.groups())
     return float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)
+
+
+def read_job(job_id: str) -> JobRecord | None:
+    """Ask `scontrol` for the record of a job; ``None`` without an answer."""
+    text = query("scontrol", "-o", "show", "job", job_id)  # each task of an array
+    line = re.search(rf"^JobId={job_id} .*", text, re.MULTILINE)
+    found = dict(re.findall(r"(\w+)=(\S+)", line[0] if line else ""))
+    try:
+        queued = datetime.fromisoformat(found["SubmitTime"]).timestamp()
+        started = datetime.fromisoformat(found["StartTime"]).timestamp()
+        num_nodes, num_cores = int(found["NumNodes"]), int(found["NumCPUs"])
+    except (KeyError, ValueError):
+        return None
+    return JobRecord(queued, started, num_nodes, num_cores)
 
 
 def is_running(job_id: str) -> bool:

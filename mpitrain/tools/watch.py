@@ -24,6 +24,7 @@ from mpitrain.record.jsonl import changed_at
 from mpitrain.record.reading import Began, Metrics, make
 from mpitrain.record.run_dir import read_result
 from mpitrain.record.runs import RUN, is_held, lock_host
+from mpitrain.record.supervised import Restart, read_restarts
 from mpitrain.settings import setting
 from mpitrain.tools.sweep.config import PROGRESS, SETTINGS
 from mpitrain.train.progress import (
@@ -116,6 +117,8 @@ class View:
         self._job: Began | None = None
         self._limit: float | None = None
         self._result: Mapping[str, Any] = {}
+        self._restarts: list[Restart] = []
+        self._num_restarts = 0  # that were shown
         self._gone_since: float | None = None
 
     def close(self) -> None:
@@ -135,6 +138,12 @@ class View:
         with contextlib.suppress(TypeError, ValueError):  # not written by `describe`
             for line in node_lines([make(Node, host) for host in hosts]):
                 say(line)
+        if self._restarts:
+            last, self._num_restarts = self._restarts[-1], len(self._restarts)
+            say(
+                f"restarts: {self._num_restarts}, the last after step {last.step}: "
+                f"{last.error}"
+            )
         num_epochs = metrics.began[-1].num_epochs if metrics.began else 0
         for epoch in metrics.epochs[-NUM_EPOCHS:]:
             say(epoch_line(epoch, num_epochs))
@@ -150,6 +159,9 @@ class View:
             for name, num in self._shown.items():
                 self._shown[name] = min(num, len(getattr(self._metrics, name)))
         metrics = self._metrics
+        for it in self._restarts[self._num_restarts :]:
+            self._num_restarts += 1
+            say(f"restart {self._num_restarts} after step {it.step}: {it.error}")
         resumed_now = self._new("resumed")
         # A job's "resume" follows its "begin", and may be read later.
         if metrics.began and (metrics.began[-1] != self._job or resumed_now):
@@ -225,6 +237,7 @@ class View:
     def _read(self) -> bool:
         # The result first: what it refers to is in the other file by then.
         self._result = read_result(self._path)
+        self._restarts = read_restarts(self._path)
         return self._metrics.update()
 
     def _start(self, job: Began) -> None:

@@ -33,6 +33,8 @@ TmpFS={folder}/tmpfs-%n
 SlurmctldPidFile={folder}/slurmctld.pid
 SlurmdPidFile={folder}/slurmd-%n.pid
 MpiDefault=none
+JobCompType=jobcomp/filetxt
+JobCompLoc={folder}/completed_jobs
 GresTypes=gpu
 {nodes}
 PartitionName=all Nodes=ALL Default=YES MaxTime=60

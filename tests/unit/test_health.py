@@ -74,7 +74,7 @@ def test_ranks_that_wait_for_samples_are_told_the_flag(said: list[str]) -> None:
     told(health, FAIR, data_seconds=0.7)
     (words,) = said
     assert "35 %" in words
-    assert "--num-workers (now 2)" in words
+    assert "--num-workers auto finds (now 2)" in words
 
 
 def test_the_first_samples_may_take_long(said: list[str]) -> None:

@@ -119,8 +119,11 @@ def test_all_that_a_recorder_writes_is_read(tmp_path: Path) -> None:
         recorder.on_checkpoint(TRAINER, outcome)
     recorder.on_test_end(TRAINER, Evaluation(values={"loss": 0.5}, num_samples=8), 0)
     recorder.on_fit_end(TRAINER)
+    recorder.on_predict_end(TRAINER, [1, 2, 3], 3)
     run = Run(tmp_path)
+    assert run.status == "finished"
     found = run.metrics
+    assert [(it.data, it.predicted_samples) for it in found.predicted] == [("list", 3)]
     assert [it.step for it in found.steps] == [1, 2]
     assert found.steps[0].loss == 0.5
     assert math.isnan(found.steps[1].loss)

@@ -391,6 +391,9 @@ def test_groups_stages_early_stopping_and_the_test_are_shown(tmp_path: Path) -> 
         if row["event"] == "step" and row["step"] <= ends[0]["step"]:
             row["lr_groups"] = [0.5, 0.125, None]
     rows.append({"event": "test", "test_accuracy": 0.875, "test_loss": 1.5})
+    for num in (1500, 12):
+        call = {"data": "<Birds>", "predicted_samples": num, "step": 7, "time": 1.0}
+        rows.append({"event": "predict", **call})
     text = "".join(f"{json.dumps(row)}\n" for row in rows)
     (path / "metrics.jsonl").write_text(text)
     result = json.loads((path / "result.json").read_text())
@@ -409,6 +412,10 @@ def test_groups_stages_early_stopping_and_the_test_are_shown(tmp_path: Path) -> 
     table = page[page.index("<summary>Stages") :]
     assert table.index(">probe<") < table.index(">whole &lt;net&gt;<")
     assert "end of a stage" in page
+    table = page[page.index("<summary>Predictions") :]
+    cells = re.findall("<td>(.*?)</td>", table.partition("</table>")[0])
+    assert '<th scope="row">&lt;Birds&gt;</th>' in table
+    assert (*cells[::3], cells[2]) == ("1,500", "12", "7")
 
 
 def test_a_run_that_is_running_is_shown_as_far_as_it_is(tmp_path: Path) -> None:

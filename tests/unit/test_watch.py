@@ -11,8 +11,10 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pytest
 from run_folders import Part, make_run
 
+from mpitrain.record.supervised import Restart, record_restart
 from mpitrain.tools.watch import View
 
 
@@ -76,6 +78,35 @@ def test_a_job_is_timed_from_its_own_resume_and_not_from_an_earlier_one(
     assert first_step(view, begin(now - 10)) == 0  # its own is not there yet
     assert first_step(view, resume(200, now - 9)) == 200
     assert first_step(view, *done(201, now - 5)) == 200
+
+
+def test_restarts_are_told_once_each(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    now = time.time()
+
+    def restart(step: int) -> None:
+        record_restart(
+            tmp_path, Restart(time=now, step=step, error="rank 1 was killed")
+        )
+
+    lines = [begin(now - 60), *done(1, now - 50)]
+    (tmp_path / "metrics.jsonl").write_text(
+        "".join(json.dumps(it) + "\n" for it in lines)
+    )
+    restart(1)
+    restart(4)
+    view = View(tmp_path)
+    view.introduce()
+    line = "restarts: 2, the last after step 4: rank 1 was killed"
+    assert line in capsys.readouterr().out
+    view.update()
+    assert "killed" not in capsys.readouterr().out
+    restart(9)
+    view.update()
+    assert "restart 3 after step 9: rank 1 was killed" in capsys.readouterr().out
+    view.update()
+    assert "killed" not in capsys.readouterr().out
 
 
 def test_it_ends_in_silence_when_its_reader_has_gone(tmp_path: Path) -> None:

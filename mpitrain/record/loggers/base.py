@@ -11,6 +11,8 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
+FILE_LOGGERS = {"csv", "openmetrics"}  # take no images, and need no package
+
 Images: TypeAlias = "npt.NDArray[np.uint8]"  # `(N, H, W, C)`, with 1 or 3 channels
 
 Status = Literal["finished", "stopped", "failed"]

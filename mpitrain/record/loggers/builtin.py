@@ -16,6 +16,7 @@ from typing import Any, TextIO
 
 from mpitrain.files import write_atomic
 from mpitrain.record.loggers.base import Images, Logger, RunInfo, Status
+from mpitrain.record.loggers.openmetrics import OpenMetricsLogger
 
 
 class CSVLogger(Logger):
@@ -318,4 +319,5 @@ BUILTIN: Mapping[str, type[Logger]] = {
     "wandb": WandbLogger,
     "mlflow": MLflowLogger,
     "trackio": TrackioLogger,
+    "openmetrics": OpenMetricsLogger,
 }

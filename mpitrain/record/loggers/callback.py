@@ -21,7 +21,7 @@ from mpitrain.errors import UsageError
 from mpitrain.files import read_json
 from mpitrain.launch.job import heartbeat
 from mpitrain.plugins import load_reference
-from mpitrain.record.loggers.base import Images, RunInfo, Status
+from mpitrain.record.loggers.base import FILE_LOGGERS, Images, RunInfo, Status
 from mpitrain.record.loggers.process import LoggerProcess
 from mpitrain.record.runs import RUN
 from mpitrain.tasks.image_classification.transforms import NUM_DIMENSIONS, to_uint8
@@ -44,8 +44,8 @@ class Loggers(Callback):
 
     Args:
         run_dir: The run folder. A `Recorder` or `Checkpointer` before it opens it.
-        log: ``csv``, ``tensorboard``, ``wandb``, ``mlflow``, ``trackio``, the name of a
-            plug-in, or ``package.module:callable``.
+        log: ``csv``, ``tensorboard``, ``wandb``, ``mlflow``, ``trackio``,
+            ``openmetrics``, the name of a plug-in, or ``package.module:callable``.
         run_id: Unique id of the run; ``None``: that of the run folder.
         **settings: Other fields of a `LogConfig`, such as ``log_every_steps``.
     """
@@ -79,7 +79,8 @@ class Loggers(Callback):
         )
         show = say if world.is_rank_zero else logger.info
         self._processes = make_processes(self._config, info, show)
-        self._takes_images = world.is_rank_zero and set(self._config.log) != {"csv"}
+        takes_images = bool({*self._config.log} - FILE_LOGGERS)
+        self._takes_images = world.is_rank_zero and takes_images
         self._wants_images = self._takes_images
         for process in self._processes:
             process.start()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
 from importlib import resources
 
@@ -48,13 +48,15 @@ Times are those of the machine that wrote this page.</footer>
 """
 
 
-def page(run: Run, jobs: Sequence[JobTimes], charts: Sequence[Chart]) -> str:
+def page(
+    run: Run, jobs: Sequence[JobTimes], charts: Sequence[Chart], cost: Mapping[str, str]
+) -> str:
     """Return the page of a run."""
     status, name = run.status, escape(run.name)
     kind = status if status in ("finished", "failed") else "running"
     values = "".join(
         f'<div class="tile"><b>{escape(value)}</b><span>{escape(of)}</span></div>'
-        for of, value in summary(run, jobs).items()
+        for of, value in {**summary(run, jobs), **cost}.items()
         if value
     )
     return PAGE.format(

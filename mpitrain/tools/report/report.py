@@ -9,9 +9,13 @@ from pathlib import Path
 from mpitrain.errors import UsageError
 from mpitrain.files import write_atomic
 from mpitrain.plugins import require
+from mpitrain.record.cost import FILE as COSTS
+from mpitrain.record.cost import cost_of
 from mpitrain.record.reading import Run
 from mpitrain.settings import setting
 from mpitrain.tools.sweep.config import INSTALL, SETTINGS
+
+JOULES_OF_KWH = 3.6e6
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +29,8 @@ class ReportConfig:
     folder of the same name."""
     pictures: bool = True
     """Write each chart as PNG, too."""
+    price: float | None = setting(None, minimum=0.0)
+    """Print the cost at this price of a GPU-hour (without GPUs: of a core-hour)."""
 
 
 def report(config: ReportConfig) -> str:
@@ -33,6 +39,7 @@ def report(config: ReportConfig) -> str:
     if output.suffix != ".html":
         raise UsageError(f"--output {output}: expected a name that ends with .html")
     require("matplotlib", "report")
+    cost = cost_values(config.run, config.price)
     try:
         if (config.run / SETTINGS).is_file():
             require("optuna", "report of a sweep", INSTALL)
@@ -40,7 +47,7 @@ def report(config: ReportConfig) -> str:
 
             text, pictures = sweep_page(config.run)
         else:
-            text, pictures = _page(Run(config.run), draws=config.pictures)
+            text, pictures = _page(Run(config.run), cost, draws=config.pictures)
         write_atomic(output, text)
         if config.pictures:
             folder = output.with_suffix("")
@@ -52,14 +59,19 @@ def report(config: ReportConfig) -> str:
             f"{error.filename or output} cannot be written: {error.strerror}. Choose "
             "another --output"
         ) from None
+    lines = [f"{name}: {value}" for name, value in cost.items()]
+    if config.price is not None and not cost:
+        lines = [f"cost: not known, since {config.run} has no {COSTS}"]
     beside = f", {len(pictures)} pictures in {output.with_suffix('')}/"
-    return (
+    return "".join(f"{line}\n" for line in lines) + (
         f"{output}{beside * config.pictures}; elsewhere: scp {socket.gethostname()}:"
         f"{output.absolute()} ."
     )
 
 
-def _page(run: Run, *, draws: bool) -> tuple[str, dict[str, bytes]]:
+def _page(
+    run: Run, cost: dict[str, str], *, draws: bool
+) -> tuple[str, dict[str, bytes]]:
     from mpitrain.tools.report import curves
     from mpitrain.tools.report.analysis import jobs_of
     from mpitrain.tools.report.figures import style
@@ -75,5 +87,24 @@ def _page(run: Run, *, draws: bool) -> tuple[str, dict[str, bytes]]:
             curves.throughput_chart(run),
             *filter(None, [curves.rate_chart(run)]),
         ]
-        text = page(run, jobs, charts)  # before the pictures, with their titles inside
+        text = page(run, jobs, charts, cost)  # before the pictures, with their titles
         return text, {chart.name: chart.png() for chart in charts if draws}
+
+
+def cost_values(run_dir: Path, price: float | None) -> dict[str, str]:
+    """Return what all jobs of a run cost, by name; nothing where that is not known."""
+    from mpitrain.tools.report.summary import duration, number
+
+    if not (cost := cost_of(run_dir)):
+        return {}
+    kind = "GPU" if cost["gpu_hours"] else "core"
+    hours = cost[f"{kind.lower()}_hours"]
+    found = {"core-hours": number(cost["core_hours"]), f"{kind}-hours": number(hours)}
+    if "energy_joules" in cost:
+        of = ", ".join(cost["energy_parts"])
+        found[f"kWh ({of})"] = number(cost["energy_joules"] / JOULES_OF_KWH)
+    if "queue_seconds" in cost:
+        found["in the queue"] = duration(cost["queue_seconds"])
+    if price is not None:
+        found[f"cost at {price:g} per {kind}-hour"] = f"{price * hours:,.2f}"
+    return found

@@ -158,6 +158,15 @@ def tables(run: Run, jobs: Sequence[JobTimes]) -> list[Section]:
             rows=stages if len(stages) > 1 else (),
         ),
         Section(
+            title="Predictions",
+            head=("data", "samples", "at", "after step"),
+            rows=[
+                (it.data, f"{it.predicted_samples:,}", clock(it.time), f"{it.step:,}")
+                for it in run.metrics.predicted[-10:]
+            ],
+            note="the last 10 calls" if len(run.metrics.predicted) > 10 else "",
+        ),
+        Section(
             title="Configuration",
             rows=[*changed, *(row for row in config if row not in changed)],
             note=f"{len(changed)} of {len(config)} fields not at the default",
