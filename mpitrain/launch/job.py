@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import copy
 import faulthandler
 import logging
 import os
@@ -18,10 +19,16 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, TypeVar, cast
 
 from mpitrain.config import START_TIMEOUT_SECONDS, LaunchConfig
-from mpitrain.errors import EarlyReturnError, LaunchError, MpitrainError, TopologyError
+from mpitrain.errors import (
+    EarlyReturnError,
+    LaunchError,
+    MpiNotFoundError,
+    MpitrainError,
+    TopologyError,
+)
 from mpitrain.launch.env_checks import (
     check_size,
     foreign_library,
@@ -31,6 +38,7 @@ from mpitrain.launch.env_checks import (
     launched_rank,
     launched_size,
     launcher_sockets,
+    may_be_alone,
     may_restart,
     was_launched,
 )
@@ -45,10 +53,12 @@ from mpitrain.launch.process_exit import (
 from mpitrain.mpi.collectives import MPI_PROCESS, all_or_none, barrier
 from mpitrain.mpi.implementation import start_mpi
 from mpitrain.mpi.launchers import ON_ONE_NODE
+from mpitrain.mpi.single_process import SingleProcess
 from mpitrain.mpi.world import World, rank_label
 from mpitrain.watchdog.client import Watchdog
 from mpitrain.watchdog.coordinator import HANG_STATUS
 from mpitrain.watchdog.heartbeat import State
+from mpitrain.watchdog.process import age_seconds
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -92,8 +102,14 @@ class Job:
         self.pending: LaunchConfig | None = None
         self.run_dir: Path | None = None  # where it is recorded how the job ends
         self.run_dirs: set[Path] = set()  # that this process has opened, resolved
-        # What `replay` lets a `Trainer` have instead of its callbacks.
+        self.locks: list[int] = []  # of these: descriptors; a `part` closes its own
+        # What `replay` or a sweep lets a `Trainer` have instead of its callbacks.
         self.replace_callbacks: Callable[[Sequence[Any]], list[Any]] | None = None
+        self.is_replay = False  # which writes nothing
+        # The `PreemptionHandler` that all trainings share; `None`: each has its own.
+        self.preemption_handler: Any = None
+        # Some of the ranks, see `part`: when it began, by `time.monotonic`.
+        self.part_began: float | None = None
         # Of torch, that a training has changed, as they were before it.
         self.torch_settings: dict[str, Any] = {}
         self._comm = comm
@@ -129,6 +145,8 @@ class Job:
         return self.world
 
     def __exit__(self, kind: object, error: BaseException | None, _: object) -> None:
+        if self.part_began is not None:
+            return
         if error is not None and exit_status(error) != 0:
             self._is_open = False
             self.guard.fail(error)
@@ -173,6 +191,23 @@ class Job:
             # ("terminate called without an active exception"; torch 2.15, by gdb).
             time.sleep(0.05)
             self._destroy_process_group()
+
+    @contextlib.contextmanager
+    def part(self, world: World, comm: MPI.Intracomm) -> Iterator[Job]:
+        """Let `Job.current` be of some ranks in this block, as in `sub_world`; local.
+
+        It is what `mpitrain.init` returns to a script there; its end ends nothing.
+        """
+        part = copy.copy(self)
+        of_part = {"_comm": comm, "_world": world, "_is_open": False, "locks": []}
+        vars(part).update(of_part, part_began=time.monotonic())
+        Job.current = part
+        try:
+            yield part
+        finally:
+            Job.current = self
+            for lock in part.locks:
+                os.close(lock)
 
     # --- the start --------------------------------------------------------------------
 
@@ -296,6 +331,12 @@ def current_world() -> World | None:
     return Job.current.world if Job.current and Job.current.is_running else None
 
 
+def seconds_since_start() -> float:
+    """Return the seconds since this process, or a `Job.part` in it, has begun."""
+    began = Job.current.part_began if Job.current else None
+    return age_seconds() if began is None else time.monotonic() - began
+
+
 def require_world(what: str) -> World:
     """Return the `World` of the job that runs in this process, which ``what`` needs."""
     if (world := current_world()) is None:
@@ -338,7 +379,7 @@ def start_job(
         watchdog = watchdog or _start_watchdog(start_timeout_seconds)
         # The sidecar reports it just before.
         with exit_after(start_timeout_seconds + 1.5, HANG_STATUS):
-            comm = start_mpi(before=_warn_of_foreign_library)
+            comm = MPI_PROCESS.without_mpi or _start_mpi()
     except LaunchError:
         # Where all ranks fail alike, rank 0's end ends this one before it reports.
         time.sleep(0.0 if launched_rank(os.environ) == 0 else 3.0)
@@ -364,8 +405,21 @@ def start_job(
     else:  # another job in this process: torch's settings are the process's
         job.torch_settings = before.torch_settings
         job.replace_callbacks = before.replace_callbacks
+        job.is_replay = before.is_replay
     Job.current = job
     return job
+
+
+def _start_mpi() -> MPI.Intracomm:
+    """Start MPI; where there is none, this process may be a world of one."""
+    try:
+        return start_mpi(before=_warn_of_foreign_library)
+    except MpiNotFoundError as error:
+        if not may_be_alone(os.environ):
+            raise
+        logger.warning("%s", error.hint)
+    MPI_PROCESS.without_mpi = comm = cast("MPI.Intracomm", SingleProcess())
+    return comm
 
 
 def _exit_without_guard(error: BaseException, watchdog: Watchdog) -> NoReturn:

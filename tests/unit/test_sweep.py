@@ -300,6 +300,81 @@ def test_names_and_flags_are_checked_before_the_start(
     assert expected in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["train.py", "--out", "runs/a"], "no argument of train.py has {dir}"),
+        (["train.py"], "Type such as: -- run train.py --out {dir}"),
+        (["--no-python", "ls", "{dir}"], "expected a script, or -m and a module"),
+        (["other.py", "{dir}"], "'other.py' cannot be read as a script"),
+        ([], "nothing to run is named"),
+        (["--devise", "cpu", "train.py", "{dir}"], "unknown flag --devise"),
+    ],
+)
+def test_a_script_is_checked_before_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], expected: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text("")
+    Path("space.yaml").write_text("space: {lr: [1]}")
+    config = SweepConfig(space="space.yaml")
+    with pytest.raises(UsageError) as error:
+        read_training(config, ["run", *words])
+    assert expected in str(error.value)
+    read_training(config, ["run", "train.py", "--out={dir}"])
+
+
+def test_a_chain_of_jobs_sweeps_a_script(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text("")
+    Path("space.yaml").write_text("space: {lr: [1]}")
+    command = ["jobscript", "slurm", "--jobs", "3", "--name", "search", "--"]
+    words = ["sweep", "space.yaml", "--", "run", "train.py", "--out"]
+    assert main([*command, *words, "{dir}"]) == 0
+    said = capsys.readouterr().out
+    assert "space.yaml -- run train.py --out '{dir}' \"$@\"" in said
+    assert main([*command, *words, "runs/a"]) == 2
+    assert "no argument of train.py has {dir}" in capsys.readouterr().err
+
+
+def test_flags_of_a_script_keep_their_spelling(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("my train.py").write_text("")
+    Path("space.yaml").write_text(
+        "space:\n  hidden_size: [3]\n  weight-decay: [0.1]\n  use-ema: [false]\n"
+        "  rate: {choices: [null, -1e-5], if: {weight-decay: 0.1}}\n  ranks: [2]\n"
+    )
+    config = SweepConfig(space="space.yaml", sweeps_dir=tmp_path / "sweeps")
+    flags = ["run", "--device", "cpu", "my train.py", "--out", "{dir}/a"]
+    made = prepare(config, flags)
+    assert made.config.launch.device == "cpu"
+    names = "hidden_size", "weight-decay", "use-ema", "rate", "ranks"
+    assert [it.name for it in made.search.parameters] == [*names]
+    fixed = optuna.trial.FixedTrial(
+        {
+            "hidden_size": 3,
+            "weight-decay": 0.1,
+            "use-ema": False,
+            "rate": None,
+            "ranks": 2,
+        }
+    )
+    words = made.trial_words("trial-0007", made.search.suggest(fixed))
+    assert words[2:5] == ["my train.py", "--out", str(made.run_dir / "trial-0007/a")]
+    assert words[5:] == ["--hidden_size", "3", "--weight-decay", "0.1", "--no-use-ema"]
+    study = Study(made.run_dir, made.search, 2, seed=1)
+    trial = study.ask()
+    assert trial is not None
+    study.finish(trial.number, {"val_accuracy": 0.5})
+    found = best_command(["sweeps/space"])
+    start = "mpirun -np 2 python -m mpitrain run --device cpu 'my train.py' "
+    assert found.startswith(f"{start}--out runs/space-trial-0000/a --hidden_size 3 ")
+
+
 def test_a_function_may_not_set_what_the_sweep_sets() -> None:
     search = read_search("textwrap:dedent")
     search = dataclasses.replace(search, function=f"{__name__}:wrong_space")

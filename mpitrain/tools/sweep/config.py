@@ -6,8 +6,8 @@ Imports neither torch nor Optuna.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from mpitrain.config import NAME_PATTERN, TrainConfig
@@ -15,24 +15,33 @@ from mpitrain.console import shown
 from mpitrain.errors import UsageError
 from mpitrain.files import read_json, write_json
 from mpitrain.flags import PROGRAM, read_flags
+from mpitrain.launch.run_target import read_script, read_words
 from mpitrain.plugins import require
 from mpitrain.record.run_dir import read_result
 from mpitrain.record.runs import differences, open_run
 from mpitrain.settings import check_values, flag_name, setting
-from mpitrain.tools.sweep.space import Search, check_names, read_search
+from mpitrain.tools.sweep.space import (
+    Search,
+    Value,
+    check_names,
+    read_search,
+    trial_flags,
+)
 from mpitrain.tools.train.prepare import PreparedRun, check_stop_file, read_config
 
 INSTALL = "optuna cmaes scipy"
 SWEEPS_DIR = Path("sweeps")
 SETTINGS = "sweep.json"  # what a sweep was begun with, in its folder
 PROGRESS = "progress.json"  # what `watch` shows, in the same folder
+DIR = "{dir}"  # in an argument of a script: the run folder of the trial
 OUTCOMES = ("finished", "pruned", "failed")  # of trials
 
 
 @dataclass(frozen=True, kw_only=True)
 class SweepConfig:
-    """Search hyperparameters. Flags of every training follow after --.
+    """Search hyperparameters. Flags of every training follow after --, or a script.
 
+    `-- run script.py --out {dir}` runs a script that uses `mpitrain.Trainer`.
     `sweep --best NAME` prints the command of the best trial.
     """
 
@@ -79,7 +88,17 @@ class PreparedSweep(PreparedRun):
 
     options: SweepConfig
     search: Search
-    flags: Sequence[str]  # of every training
+    flags: Sequence[str]  # of every training; or ``run``, a script and its arguments
+
+    def trial_words(self, name: str, values: Mapping[str, Value]) -> list[str]:
+        """Return the flags of a trial's training; of a script, what follows `run`."""
+        if self.search.is_of_script:
+            return script_words(self.flags, values, self.run_dir / name)[1:]
+        words = [*self.flags, *trial_flags(values), "--name", name]
+        words += ["--runs-dir", str(self.run_dir)]
+        if "wandb" in self.config.log and self.config.wandb_group is None:
+            words += ["--wandb-group", self.run_dir.name]
+        return words
 
 
 def prepare(options: SweepConfig, flags: Sequence[str]) -> PreparedSweep:
@@ -121,12 +140,9 @@ def read_training(
     options: SweepConfig, flags: Sequence[str]
 ) -> tuple[Search, TrainConfig]:
     """Read the search and the flags of every training; check the names in the space."""
-    if flags[:1] == ["run"]:
-        raise UsageError(
-            "found run after --; a sweep trains many models in each process: let a "
-            "function return the Trainer, and type -- --task package.module:function"
-        )
-    search, training = read_search(options.space), read_config(flags)
+    is_of_script = flags[:1] == ["run"]
+    search = read_search(options.space, is_of_script=is_of_script)
+    training = _read_script(flags[1:]) if is_of_script else read_config(flags)
     if search.is_grid and (options.trials or search.trials):
         raise UsageError(
             f"found {options.trials or search.trials} trials, but the sampler grid "
@@ -138,5 +154,39 @@ def read_training(
             raise UsageError(
                 f"{flag_name(name)} has no place in the trainings of a sweep.{hours}"
             )
-    check_names(search.names, dict(training.task_arguments))
+    if not is_of_script:
+        check_names(search.names, dict(training.task_arguments))
     return search, training
+
+
+def _read_script(words: Sequence[str]) -> TrainConfig:
+    """Check what follows ``run``; return a configuration with its launch."""
+    request = read_words(words)
+    target = request.target
+    if target.kind == "program":
+        raise UsageError(
+            "found run --no-python after --; expected a script, or -m and a module, "
+            "that trains by mpitrain.Trainer"
+        )
+    if not any(DIR in word for word in target.args):
+        raise UsageError(
+            f"all trials would write into one folder: no argument of {target.name} has "
+            f"{DIR}, which stands for the run folder of a trial.\n"
+            f"Type such as: -- run {target.name} --out {DIR}"
+        )
+    if target.kind == "script":
+        read_script(target.name)
+    hang_timeout = request.config.hang_timeout or TrainConfig().launch.hang_timeout
+    return TrainConfig(launch=replace(request.config, hang_timeout=hang_timeout))
+
+
+def script_words(
+    words: Sequence[str], values: Mapping[str, Value], folder: Path
+) -> list[str]:
+    """Return ``run``, a script and its arguments, with a trial's folder and flags.
+
+    >>> script_words(["run", "a.py", "--out={dir}"], {"lr": 0.1}, Path("runs/1"))
+    ['run', 'a.py', '--out=runs/1', '--lr', '0.1']
+    """
+    words = [word.replace(DIR, str(folder)) for word in words]
+    return [*words, *trial_flags(values, is_of_script=True)]

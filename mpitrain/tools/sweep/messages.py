@@ -5,7 +5,8 @@ rank zero may use it at a time, if MPI has MPI_THREAD_MULTIPLE.
 
 To a rank:
 
-- ``start``: train a trial; ``data``: the ranks and the flags of the training
+- ``start``: train a trial; ``data``: the ranks, its name, and the flags of the
+  training, or a script and its arguments
 - ``prune``: the answer to ``epoch``; ``data``: whether the trial is pruned
 - ``stop``: write a checkpoint and stop; ``data``: `PreemptionHandler.requested`
 - ``abort``: another rank of the trial has failed

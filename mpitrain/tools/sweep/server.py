@@ -152,11 +152,8 @@ class Server:
             busy = self._busy_seconds + sum(running)
             self._busy_share = busy / (seconds * size)
         self._running[start_id] = Running(trial, ranks, set(ranks))
-        flags = [*sweep.flags, *trial_flags(trial.flags), "--name", trial.name]
-        flags += ["--runs-dir", str(sweep.run_dir)]
-        if "wandb" in sweep.config.log and sweep.config.wandb_group is None:
-            flags += ["--wandb-group", sweep.run_dir.name]
-        self._send(ranks, Message("start", start_id, (ranks, flags)))
+        words = sweep.trial_words(trial.name, trial.flags)
+        self._send(ranks, Message("start", start_id, (ranks, trial.name, words)))
         return True
 
     # --- trials run and end -----------------------------------------------------------
@@ -208,8 +205,9 @@ class Server:
             except MpitrainError as error:
                 self._fail(trial, str(error))
             else:
-                flags = " ".join(trial_flags(trial.flags))
-                self._say(f"{trial.name} finished: {said} | {flags}")
+                is_of_script = self._sweep.search.is_of_script
+                words = trial_flags(trial.flags, is_of_script=is_of_script)
+                self._say(f"{trial.name} finished: {said} | {' '.join(words)}")
 
     def _fail(self, trial: Trial, error: str, *, is_usage: bool = False) -> None:
         """Record a trial that has failed; raise if none can succeed."""

@@ -90,6 +90,7 @@ class Search:
     parameters: Sequence[Parameter]
     function: str  # instead of parameters: package.module:function; else empty
     trials: int | None
+    is_of_script: bool = False  # any names are flags, in the spelling of the space
 
     @property
     def is_grid(self) -> bool:
@@ -116,7 +117,8 @@ class Search:
                     f"{self.function} returned {type(found).__name__}; expected flags "
                     "by name, such as {'lr': 0.1}"
                 )
-            check_names(found)
+            if not self.is_of_script:
+                check_names(found)
             return dict(found)
         values: dict[str, Value] = {}
         for parameter in self.parameters:
@@ -158,27 +160,46 @@ def check_names(names: Iterable[str], of_task: Collection[str] | None = None) ->
             )
 
 
-def trial_flags(values: Mapping[str, Value]) -> list[str]:
-    """Return values as flags of a training.
+def trial_flags(
+    values: Mapping[str, Value], *, is_of_script: bool = False
+) -> list[str]:
+    """Return values as flags of a training, or of a script.
 
-    >>> trial_flags({"lr": 0.1, "clip_grad_norm": None, "ranks": 2})
-    ['--lr', '0.1', '--clip-grad-norm', 'None']
+    A script's keep the spelling of the space, and a null is left out.
+
+    >>> values = {"lr": 0.1, "weight_decay": None, "use_ema": True, "ranks": 2}
+    >>> trial_flags(values)
+    ['--lr', '0.1', '--weight-decay', 'None', '--use-ema']
+    >>> trial_flags(values | {"shift": -1e-5}, is_of_script=True)
+    ['--lr', '0.1', '--use_ema', '--shift=-1e-05']
     """
-    return words_of({name: it for name, it in values.items() if name != RANKS})
+    values = {name: it for name, it in values.items() if name != RANKS}
+    if not is_of_script:
+        return words_of(values)
+    words: list[str] = []
+    for name, value in values.items():
+        if isinstance(value, bool):
+            words.append(f"--{name}" if value else f"--no-{name}")
+        elif str(value).startswith("-"):  # argparse takes -1e-05 for a flag
+            words.append(f"--{name}={value}")
+        elif value is not None:
+            words += [f"--{name}", str(value)]
+    return words
 
 
-def read_search(space: str) -> Search:
+def read_search(space: str, *, is_of_script: bool = False) -> Search:
     """Read what to search from a YAML file, or take a function of the user's."""
     if is_reference(space):
         load_reference(space, "the space")
-        return _search({"space": space}, space)
+        return _search({"space": space}, space, is_of_script=is_of_script)
     with usage_errors_in(space):
         found = read_flag_file(Path(space), "space:")
         source = {k: v for k, v in found.items() if k not in ("trials", "run_cap")}
-        return _search(_from_wandb(found) if "parameters" in found else found, source)
+        found = _from_wandb(found) if "parameters" in found else found
+        return _search(found, source, is_of_script=is_of_script)
 
 
-def _search(found: Mapping[str, Any], source: Any) -> Search:
+def _search(found: Mapping[str, Any], source: Any, *, is_of_script: bool) -> Search:
     for key in found:
         if key not in KEYS:
             meant = did_you_mean(str(key), KEYS)
@@ -205,7 +226,8 @@ def _search(found: Mapping[str, Any], source: Any) -> Search:
     parameters: list[Parameter] = []
     for word, values in space.items() if isinstance(space, dict) else ():
         before = [parameter.name for parameter in parameters]
-        parameters.append(_parameter(str(word).replace("-", "_"), values, before))
+        name = str(word) if is_of_script else str(word).replace("-", "_")
+        parameters.append(_parameter(name, values, before))
         if sampler["name"] == "grid":
             parameters[-1].grid()  # raises where there are no steps
         if parameters[-1].probabilities and sampler["name"] != "random":
@@ -221,6 +243,7 @@ def _search(found: Mapping[str, Any], source: Any) -> Search:
         parameters=parameters,
         function=space if isinstance(space, str) else "",
         trials=trials,
+        is_of_script=is_of_script,
     )
 
 
@@ -240,10 +263,10 @@ def _parameter(name: str, found: Any, before: Sequence[str]) -> Parameter:
     given = rest.pop("if", {})
     if not isinstance(given, dict):
         raise UsageError(f"{name}: if: expected flags and values, found {given!r}")
-    condition = {
-        str(other).replace("-", "_"): it if isinstance(it, list) else [it]
-        for other, it in given.items()
-    }
+    condition = {}
+    for key, it in given.items():
+        other = str(key) if str(key) in before else str(key).replace("-", "_")
+        condition[other] = it if isinstance(it, list) else [it]
     if unknown := condition.keys() - before:
         other = min(unknown)
         meant = did_you_mean(other, before)

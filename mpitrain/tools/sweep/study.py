@@ -23,7 +23,7 @@ from optuna.trial import FrozenTrial, TrialState
 from mpitrain.errors import MpitrainError, UsageError
 from mpitrain.files import read_json
 from mpitrain.flags import PROGRAM
-from mpitrain.tools.sweep.config import OUTCOMES, SETTINGS, SWEEPS_DIR
+from mpitrain.tools.sweep.config import OUTCOMES, SETTINGS, SWEEPS_DIR, script_words
 from mpitrain.tools.sweep.space import (
     PRUNERS,
     RANKS,
@@ -201,8 +201,12 @@ def best_command(words: Sequence[str]) -> str:
         raise UsageError(f"{path}: no trial is finished yet")
     values = finished[0].user_attrs["values"]
     num_ranks = values.get(RANKS) or settings["ranks_per_trial"]
-    flags = shlex.join([*settings["flags"], *trial_flags(values)])
-    return f"mpirun -np {num_ranks} {PROGRAM} {flags}"
+    if settings["flags"][:1] == ["run"]:
+        folder = Path("runs") / f"{path.name}-{name_of(finished[0].number)}"
+        words = script_words(settings["flags"], values, folder)
+    else:
+        words = [*settings["flags"], *trial_flags(values)]
+    return f"mpirun -np {num_ranks} {PROGRAM} {shlex.join(words)}"
 
 
 def _make(

@@ -11,9 +11,8 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import fields
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -34,15 +33,12 @@ from mpitrain.tasks.image_classification.datasets.named import Data, load_data
 from mpitrain.tasks.image_classification.datasets.torchvision_sets import CLASSES
 from mpitrain.tools.sweep.config import PreparedSweep
 from mpitrain.tools.sweep.messages import POLL_SECONDS, Inbox, Message, TrialResult
+from mpitrain.tools.sweep.reporter import Reporter
+from mpitrain.tools.sweep.script import prepare_trial, run_trial
 from mpitrain.tools.train.prepare import PreparedRun, prepare, read_config
 from mpitrain.tools.train.run import run_training
 from mpitrain.torch_compat import destroy_process_group
-from mpitrain.train.callbacks import Callback, StopRequested
-from mpitrain.train.metrics import EpochMetrics
 from mpitrain.watchdog.heartbeat import State
-
-if TYPE_CHECKING:
-    from mpitrain.train.trainer import Trainer
 
 logger = logging.getLogger("mpitrain")
 
@@ -108,62 +104,13 @@ def _shared_data(sweep: PreparedSweep, world: World) -> Data | None:
     Collective over all ranks.
     """
     config, search = sweep.config, sweep.search
-    if config.task is not None:
+    if config.task is not None or search.is_of_script:
         return None
     varies = search.function or search.names & {it.name for it in fields(DataConfig)}
     if varies or config.data not in {*CLASSES, "synthetic"}:
         return None
     ranks = communicator(world)
     return load_data(config, seed=config.seed, world=world, ranks=ranks)
-
-
-class Reporter(Callback):
-    """Tells the server the metrics of each epoch; with `waits` the server may prune."""
-
-    def __init__(
-        self,
-        start_id: int,
-        world: World,
-        inbox: Inbox,
-        metrics: Collection[str],
-        *,
-        waits: bool,
-    ) -> None:
-        self._start_id, self._world = start_id, world
-        self._inbox, self._metrics, self._waits = inbox, metrics, waits
-        self.is_pruned = False
-
-    def on_validation_end(self, trainer: Trainer, epoch: EpochMetrics) -> None:
-        """Report a validation within an epoch, as `on_epoch_end`."""
-        if not epoch.is_end:
-            self.on_epoch_end(trainer, epoch)
-
-    def on_epoch_end(self, trainer: Trainer, epoch: EpochMetrics) -> None:
-        """Report; raises `StopRequested` on all ranks if the trial is pruned."""
-        for name in self._metrics:
-            if name not in epoch.values:
-                raise UsageError(
-                    f"the space names the metric {name!r}; expected one of the "
-                    f"validation: {', '.join(epoch.values)}"
-                ).on_all_ranks()
-        counts_steps = trainer.config.validate_every_steps is not None
-        unit, number = ("step", epoch.step) if counts_steps else ("epoch", epoch.epoch)
-        if self._world.is_rank_zero:
-            data = (unit, number, dict(epoch.values))
-            self._inbox.send(Message("epoch", self._start_id, data))
-        if self._waits:
-            ranks = communicator(self._world)
-            should_prune = ranks.on_rank_zero(self._answer, "ask the server")
-            is_last = trainer.should_stop or trainer.engine.plan.is_done(trainer.state)
-            self.is_pruned = should_prune and not is_last  # after that it is finished
-            if self.is_pruned:
-                raise StopRequested(f"pruned after {unit} {number}")
-
-    def _answer(self) -> bool:
-        while (found := self._inbox.take()) is None:
-            self._inbox.raise_if_aborted()
-            time.sleep(POLL_SECONDS / 4)
-        return bool(found.data)
 
 
 class Worker:
@@ -199,12 +146,18 @@ class Worker:
             watchdog.set_state(State.RUNNING)
             if message.kind == "end":
                 return int(message.data)
+            ended = None
             if message.kind == "start":
-                self._train(message.start_id, *message.data)
+                ended = self._train(message.start_id, *message.data)
             watchdog.set_state(State.IDLE)
+            if ended is not None:  # last: the server may fail then, and set the state
+                self.inbox.send(ended)
 
-    def _train(self, start_id: int, ranks: Sequence[int], flags: Sequence[str]) -> None:
-        job, inbox, on_end = self._job, self.inbox, self._job.guard.on_end[:]
+    def _train(
+        self, start_id: int, ranks: Sequence[int], name: str, words: Sequence[str]
+    ) -> Message:
+        job, inbox, guard = self._job, self.inbox, self._job.guard
+        on_end, on_leave = guard.on_end[:], guard.on_leave[:]
         inbox.begin(start_id)
         try:
             with (
@@ -212,15 +165,15 @@ class Worker:
                 sub_world(job, self._world, ranks, start_id) as part,
             ):
                 job.watchdog.expect_steps("the start of a trial")
-                outcome = self._train_in(part, start_id, flags)
+                outcome = self._train_in(part, start_id, name, words)
         except (Exception, SystemExit) as error:
             outcome = self._failed(error, ranks)
-        reason = self._handler.requested()
-        inbox.send(Message("ended", start_id, outcome._replace(stop_reason=reason)))
-        job.guard.on_end[:] = on_end  # undo what the training left
+        guard.on_end[:], guard.on_leave[:] = on_end, on_leave  # undo what it left
         gc.collect()
         if self._world.device != "cpu":
             torch.get_device_module(self._world.device).empty_cache()
+        reason = self._handler.requested()
+        return Message("ended", start_id, outcome._replace(stop_reason=reason))
 
     def _failed(self, error: BaseException, ranks: Sequence[int]) -> TrialResult:
         rank, size = self._world.rank, self._world.world_size
@@ -236,33 +189,42 @@ class Worker:
         return TrialResult("failed", rank, text)
 
     def _train_in(
-        self, part: World, start_id: int, flags: Sequence[str]
+        self, part: World, start_id: int, name: str, words: Sequence[str]
     ) -> TrialResult:
-        began, rank = time.monotonic(), self._world.rank
-        run = on_rank_zero(
-            world_comm(), lambda: prepare(read_config(flags)), "prepare the run"
-        )
-        search = self._sweep.search
+        began, rank, sweep = time.monotonic(), self._world.rank, self._sweep
+        search, handler = sweep.search, self._handler
+
+        def prepare_here() -> PreparedRun:
+            if search.is_of_script:
+                return prepare_trial(sweep, name)
+            return prepare(read_config(words))
+
+        run = on_rank_zero(world_comm(), prepare_here, "prepare the run")
         names, has_pruner = [it for _, it in search.metrics], search.pruner is not None
-        reporter = Reporter(start_id, part, self.inbox, names, waits=has_pruner)
+        reporter = Reporter(
+            start_id, part, self.inbox, names, handler, waits=has_pruner
+        )
         try:
             if run.done and run.status:  # a file stop lies in its folder
                 raise Stopped(run.done).on_all_ranks()
             if run.done:  # in a job that ended before Optuna was told
                 return TrialResult("finished", rank)
             with self._logs(run, part):
-                status = run_training(
-                    part,
-                    run,
-                    self._handler,
-                    time.monotonic() - began,
-                    callbacks=[reporter],
-                    shared_data=self._data,
-                )
+                if search.is_of_script:
+                    status = run_trial(self._job, part, run, reporter, handler, words)
+                else:
+                    status = run_training(
+                        part,
+                        run,
+                        handler,
+                        time.monotonic() - began,
+                        callbacks=[reporter],
+                        shared_data=self._data,
+                    )
         finally:
             if part.is_rank_zero and run.folder.lock is not None:
                 os.close(run.folder.lock)
-            if run.config.compile:
+            if run.config.compile or search.is_of_script:
                 torch.compiler.reset()
         if reporter.is_pruned:
             return TrialResult("pruned", rank)
