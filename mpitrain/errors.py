@@ -6,6 +6,7 @@
     |-- NonFiniteError (ArithmeticError)   a loss or a gradient is infinite or NaN
     |-- Stopped                   stopped on request, can be resumed; exit status 75
     |-- LaunchError               the start: MPI, network, process group
+        |-- MpiNotFoundError      mpi4py could not load an MPI library
         |-- TopologyError         ranks, nodes and devices do not fit together
         |-- EarlyReturnError      a rank returned while the others still worked
         |-- RemoteError           another rank's exception, seen from this one
@@ -60,6 +61,12 @@ class Stopped(MpitrainError):
 
 class LaunchError(MpitrainError):
     """The job could not be started as a whole."""
+
+
+class MpiNotFoundError(LaunchError):
+    """mpi4py could not load an MPI library."""
+
+    hint = ""  # the reason and what to do, in one line
 
 
 class TopologyError(LaunchError):

@@ -166,6 +166,27 @@ def idle_cores(masks: Sequence[frozenset[int]], of_launcher: frozenset[int]) -> 
     return len(of_launcher.difference(*masks))
 
 
+def cores_for_workers(world: World) -> str:
+    """Say how many cores of its node a rank's data workers have, and how to get more.
+
+    In the same words for each rank of a node, if they have as many.
+    """
+    num, num_ranks = os.cpu_count() or 1, world.local_world_size
+    of_ranks = world.nodes[world.node_rank].num_cores
+    text = f"{world.num_cores} of {num} cores reach this rank's workers"
+    if of_ranks >= num:
+        return f"{text}, which {num_ranks} ranks share" if num_ranks > 1 else text
+    name = launcher_name(os.environ)
+    if cpu_quota() < num:
+        return f"{text}; the container may use no more"
+    if name == "srun":
+        return f"{text}; srun binds it: try --cpus-per-task={num // num_ranks}"
+    if name and len(launcher_cores(os.environ)) > of_ranks:
+        launcher = LAUNCHERS[name]
+        return f"{text}; {launcher.program} binds it: try {launcher.unbound}"
+    return f"{text}; the job has no more: ask the scheduler for them"
+
+
 def hardware_threads_per_core() -> int:
     """Return how many logical cores of this host are one physical core."""
     import psutil

@@ -234,6 +234,14 @@ def is_one_of_several(environ: Mapping[str, str]) -> bool:
     )
 
 
+def may_be_alone(environ: Mapping[str, str]) -> bool:
+    """Whether nothing says that a launcher started this process.
+
+    Stricter than after MPI_Init, which tells how many there are.
+    """
+    return not is_one_of_several(environ) and CONNECTED.isdisjoint(environ)
+
+
 def _is_by_another(environ: Mapping[str, str]) -> bool:
     """Whether torchrun, or one of Kubeflow, DeepSpeed or Ray, started this process."""
     return bool(environ.get("RANK")) and _is_several(environ.get("WORLD_SIZE"))

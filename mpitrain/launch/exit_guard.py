@@ -27,6 +27,7 @@ from mpitrain.launch.process_exit import (
     write_status,
 )
 from mpitrain.mpi.collectives import barrier
+from mpitrain.mpi.implementation import is_finalized
 from mpitrain.mpi.world import rank_label
 from mpitrain.watchdog.client import Watchdog
 from mpitrain.watchdog.heartbeat import State
@@ -186,7 +187,7 @@ class ExitGuard:
     def _abort(self, status: int) -> NoReturn:
         flush()
         self._watchdog.end_stopped_sidecar()
-        if not sys.modules["mpi4py.MPI"].Is_finalized():
+        if not is_finalized():
             self._comm.Abort(status)
         os._exit(status)  # after MPI_Finalize, or where Abort should ever return
 

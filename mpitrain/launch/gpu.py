@@ -27,7 +27,7 @@ from mpitrain.mpi.collectives import (
     merge_on_rank_zero,
     on_rank_zero,
 )
-from mpitrain.mpi.implementation import has_thread_multiple
+from mpitrain.mpi.implementation import has_library, has_thread_multiple, start_mpi
 from mpitrain.mpi.world import Node, World, format_ranges, list_hosts
 
 if TYPE_CHECKING:
@@ -99,7 +99,12 @@ def assign_devices(
     reason = python_backend_error()
     if world.num_nodes > 1 and config.backend == "auto" and not has_thread_multiple():
         reason = reason or "MPI was started without MPI_THREAD_MULTIPLE"
-    host_backend, gloo_reason = choose_host_backend(config.backend, reason)
+    asked = config.backend
+    if not has_library():  # a world of one
+        if asked == "mpi4py":
+            start_mpi()  # raises what to do
+        asked = "gloo"
+    host_backend, gloo_reason = choose_host_backend(asked, reason)
     mine = plan_node(on_node.allgather(visible))
     found = {mine: [world.node_rank]} if world.local_rank == 0 else {}
     by_node = merge_on_rank_zero(comm, found, merge_lists) or {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import logging
 import multiprocessing
 import os
@@ -236,7 +237,8 @@ def init(
     ``init_process_group``. Sets ``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``,
     ``LOCAL_WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT`` for libraries that ask.
     Without mpirun it is a world of one. In a script under ``python -m mpitrain run`` it
-    continues the launch that ``run`` has begun.
+    continues the launch that ``run`` has begun; in a trial of a sweep it returns the
+    trial's ranks.
 
     Use it with ``with``: then every way out of the block ends the whole job with the
     right status. Without ``with``, an uncaught exception still ends the job through
@@ -287,15 +289,20 @@ def init(
             "the module of --task was imported; expected it under "
             "`if __name__ == '__main__':`"
         )
+    read_config = functools.partial(
+        LaunchConfig,  # its errors belong into the guard: they end all ranks
+        device=device,
+        backend=backend,
+        interface=interface,
+        start_timeout=start_timeout_seconds,
+        hang_timeout=hang_timeout_seconds,
+    )
+    if launched is not None and launched.part_began is not None:
+        _take_pending(launched, read_config())
+        return launched
     job = job or start_job(start_timeout_seconds=limit)
     with job.guard:
-        config = LaunchConfig(
-            device=device,
-            backend=backend,
-            interface=interface,
-            start_timeout=start_timeout_seconds,
-            hang_timeout=hang_timeout_seconds,
-        )
+        config = read_config()
         pending = _take_pending(launched, config)
         if launched is None or pending is None:
             world = prepare(job, config, timeout_seconds, os.environ)

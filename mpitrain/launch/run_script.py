@@ -39,6 +39,7 @@ from mpitrain.launch.run_target import (
     read_script,
 )
 from mpitrain.mpi.collectives import all_or_none, barrier
+from mpitrain.mpi.implementation import has_library
 from mpitrain.mpi.launchers import is_program
 from mpitrain.mpi.world import World
 from mpitrain.watchdog.heartbeat import State
@@ -127,8 +128,6 @@ def _replace_exits(job: Job, rank_itself: int) -> None:
     A process that ends without MPI_Finalize ends the job, with status 0, too (Open MPI
     4.1, 5.0, MPICH 5.0; tried). Other statuses of ``os._exit`` are meant to end it.
     """
-    from mpi4py import MPI
-
     exit_at_once = os._exit
 
     def leave_and_exit(status: int) -> NoReturn:
@@ -140,12 +139,16 @@ def _replace_exits(job: Job, rank_itself: int) -> None:
             finish_mpi(0)
         exit_at_once(status)
 
+    os._exit = leave_and_exit
+    if not has_library():
+        return
+    from mpi4py import MPI
+
     class AllRanks(MPI.Intracomm):
         def Abort(self, errorcode: int = 0) -> NoReturn:
             job.watchdog.set_state(State.FAILING)
             super().Abort(errorcode)
 
-    os._exit = leave_and_exit
     MPI.Init, MPI.Init_thread = lambda: None, lambda *_, **__: MPI.Query_thread()
     MPI.COMM_WORLD = AllRanks(MPI.COMM_WORLD)  # type: ignore[misc]
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from mpitrain.errors import MpitrainError, RemoteError
-from mpitrain.mpi.implementation import start_mpi
+from mpitrain.mpi.implementation import is_finalized, start_mpi
 from mpitrain.mpi.world import rank_label
 
 if TYPE_CHECKING:
@@ -34,6 +34,8 @@ class MpiProcess:
 
     def __init__(self) -> None:
         self.sub_worlds: list[MPI.Intracomm] = []  # the last one is the world now
+        # The `SingleProcess` of a world of one without an MPI library.
+        self.without_mpi: MPI.Intracomm | None = None
         self.cancel_checks: list[Callable[[], object]] = []
         self.abandoned: list[object] = []  # requests, with memory that they write to
 
@@ -66,7 +68,9 @@ MPI_PROCESS = MpiProcess()
 
 def world_comm() -> MPI.Intracomm:
     """Return the ranks that make up the world now; starts MPI if need be."""
-    return MPI_PROCESS.sub_worlds[-1] if MPI_PROCESS.sub_worlds else start_mpi()
+    if MPI_PROCESS.sub_worlds:
+        return MPI_PROCESS.sub_worlds[-1]
+    return MPI_PROCESS.without_mpi or start_mpi()
 
 
 def raise_if_cancelled() -> None:
@@ -92,9 +96,7 @@ def barrier(comm: MPI.Intracomm, *, timeout_seconds: float | None = None) -> boo
     Collective over `comm`. A blocking MPI call uses a whole core while it waits, and
     takes it from the ranks that it waits for where ranks share cores.
     """
-    from mpi4py import MPI
-
-    if MPI.Is_finalized():
+    if is_finalized():
         return True  # MPI_Finalize, which a script called, has waited for all
     request = comm.Ibarrier()
     began = time.monotonic()
@@ -148,9 +150,11 @@ def all_or_none(comm: MPI.Intracomm, action: Callable[[], T], doing: str) -> T:
 
 def min_over_ranks(comm: MPI.Intracomm, number: int) -> int:
     """Return the minimum of all ranks' numbers, on every rank. Collective."""
+    barrier(comm)
+    if comm.size == 1:
+        return number
     from mpi4py import MPI
 
-    barrier(comm)
     numbers = array("q", [number])
     comm.Allreduce(MPI.IN_PLACE, numbers, MPI.MIN)
     return numbers[0]

@@ -6,10 +6,16 @@ import os
 import sys
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mpitrain.errors import LaunchError
-from mpitrain.mpi.launchers import NO_FABRIC_PROBE, missing_library
+from mpitrain.errors import MpiNotFoundError
+from mpitrain.mpi.launchers import (
+    INSTALL,
+    INSTALL_ALL,
+    NO_FABRIC_PROBE,
+    missing_library,
+)
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -29,7 +35,7 @@ def start_mpi(before: Callable[[str], object] | None = None) -> MPI.Intracomm:
             rc.initialize, rc.finalize = False, True
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
-        raise _no_library(error) from None
+        raise _not_found(error) from None
     if not MPI.Is_initialized():
         if before is not None:
             before(MPI.Get_library_version())
@@ -40,20 +46,61 @@ def start_mpi(before: Callable[[str], object] | None = None) -> MPI.Intracomm:
     return MPI.COMM_WORLD
 
 
-def _no_library(error: Exception) -> LaunchError:
-    remedy = missing_library(str(error))
-    return LaunchError(f"mpi4py could not load an MPI library: {error}\n{remedy}")
+def _not_found(error: Exception) -> MpiNotFoundError:
+    is_missing = isinstance(error, ModuleNotFoundError) and error.name == "mpi4py"
+    install = INSTALL_ALL if is_missing else INSTALL
+    found = MpiNotFoundError(
+        f"mpi4py could not load an MPI library: {error}\n"
+        f"{install}{missing_library(str(error))}"
+    )
+    reason = str(error).rpartition("\n")[2]
+    more = f"For more ranks, {install[0].lower()}{install[1:]}"
+    found.hint = f"no MPI library ({reason}): a world of one. {more}"
+    return found
+
+
+def has_library() -> bool:
+    """Whether MPI has started; not in a world of one without an MPI library."""
+    return "mpi4py.MPI" in sys.modules
+
+
+def is_finalized() -> bool:
+    """Whether MPI_Finalize was called, perhaps by a script."""
+    return has_library() and bool(sys.modules["mpi4py.MPI"].Is_finalized())
 
 
 def has_thread_multiple() -> bool:
-    """Whether any thread may call MPI at any time; MPI has started."""
+    """Whether any thread may call MPI at any time.
+
+    Raises:
+        MpiNotFoundError: There is no MPI library.
+    """
+    start_mpi()
     from mpi4py import MPI
 
     return bool(MPI.Query_thread() >= MPI.THREAD_MULTIPLE)
 
 
+def mpi_abi() -> str:
+    """Return which binary interface mpi4py uses: MPI 5's standard, or a library's.
+
+    mpi4py's wheels have a module for each of two libraries, named for it, and load one.
+    """
+    if not has_library():
+        return "none"
+    from mpi4py import MPI
+
+    major, minor = MPI.Get_abi_version()
+    if major > 0:
+        return f"standard {major}.{minor}"
+    named = Path(MPI.__file__).name.removeprefix("MPI.").split(".")
+    return named[0] if len(named) > 2 else "of the library that it was built for"
+
+
 def mpi_library_version() -> str:
-    """Return the first line of the MPI library's version text."""
+    """Return the first line of the MPI library's version text, or ``"none"``."""
+    if not has_library():
+        return "none"
     from mpi4py import MPI
 
     return MPI.Get_library_version().strip("\0 \n").splitlines()[0]

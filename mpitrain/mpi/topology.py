@@ -33,6 +33,8 @@ Ranks = tuple[tuple[int, ...], int]
 
 def node_comm(comm: MPI.Intracomm) -> MPI.Intracomm:
     """Return the ranks that share memory with this one, by rank. Collective."""
+    if comm.size == 1:
+        return comm.Dup()
     from mpi4py import MPI
 
     on_node: Any = comm.Split_type(MPI.COMM_TYPE_SHARED, key=comm.rank)

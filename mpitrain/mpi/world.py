@@ -13,12 +13,12 @@ class Node:
     """One machine of the job. Equal on all ranks."""
 
     hostname: str
-    ranks: tuple[int, ...]  # ascending; local rank `i` is ``ranks[i]``
-    num_cores: int = 0  # that its ranks may use together; 0 before they were counted
-    # Each rank's, such as "cuda:1"; empty before they were assigned.
+    ranks: tuple[int, ...]  #: ascending; local rank `i` is ``ranks[i]``
+    num_cores: int = 0  #: that its ranks may use together; 0 before they were counted
+    #: Each rank's, such as "cuda:1"; empty before they were assigned.
     devices: tuple[str, ...] = ()
-    # Each rank's GPU by a number of this node, equal where ranks share one; empty
-    # without GPUs. The ranks' logs have the UUIDs.
+    #: Each rank's GPU by a number of this node, equal where ranks share one; empty
+    #: without GPUs. The ranks' logs have the UUIDs.
     gpus: tuple[str, ...] = ()
 
 
@@ -30,19 +30,19 @@ class World:
     are equal on all ranks; the other fields are this rank's own.
     """
 
-    rank: int  # this process among all, 0 to ``world_size - 1``
-    world_size: int  # number of processes of the job
-    local_rank: int  # this process among those of its node, ordered by rank
-    local_world_size: int  # number of processes on this node
-    node_rank: int  # this node among all; nodes are numbered by their lowest rank
-    nodes: tuple[Node, ...]  # by node rank
+    rank: int  #: this process among all, 0 to ``world_size - 1``
+    world_size: int  #: number of processes of the job
+    local_rank: int  #: this process among those of its node, ordered by rank
+    local_world_size: int  #: number of processes on this node
+    node_rank: int  #: this node among all; nodes are numbered by their lowest rank
+    nodes: tuple[Node, ...]  #: by node rank
 
-    num_cores: int = 1  # this rank's share of its node's, for threads and data workers
-    num_threads: int = 1  # that this process computes with
-    device: str = "cpu"  # where it computes: "cpu" or "cuda:<visible index>"
-    backend: str = ""  # torch.distributed's, such as "gloo"; empty before the start
-    master_addr: str = ""  # where rank zero's store listens; empty before the start
-    master_port: int = 0  # of rank zero's store; 0 before the start
+    num_cores: int = 1  #: this rank's share of its node's, for threads and data workers
+    num_threads: int = 1  #: that this process computes with
+    device: str = "cpu"  #: where it computes: "cpu" or "cuda:<visible index>"
+    backend: str = ""  #: torch.distributed's, such as "gloo"; empty before the start
+    master_addr: str = ""  #: where rank zero's store listens; empty before the start
+    master_port: int = 0  #: of rank zero's store; 0 before the start
 
     @property
     def num_nodes(self) -> int:

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import json
 import re
+import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 from launcher import Mpi, environment, mpirun, slow, under_each_mpi
 from run_scripts import SCRIPTS, check_all_done, run, write
+
+ROOT = Path(__file__).parents[2]
 
 AGENTS_OWN = {"TORCHELASTIC_ERROR_FILE", "TORCHELASTIC_SIGNALS_TO_HANDLE"}
 """What torchrun's agent tells itself and its workers; here is no agent."""
@@ -51,6 +55,38 @@ def test_a_script_written_for_torchrun_runs_unchanged(
     pytest.importorskip(needs)
     done = run(openmpi, num_ranks, str(SCRIPTS / name), "out", cwd=tmp_path)
     check_all_done(done, num_ranks)
+
+
+def test_the_script_of_the_page_goes_on_in_the_next_job(
+    openmpi: Mpi, tmp_path: Path
+) -> None:
+    """As job scripts do: USR2 to mpirun before the end, and a start after status 75."""
+    page = (ROOT / "docs/howto/torchrun-scripts.md").read_text()
+    script = page.partition("```python\n")[2].partition("```")[0]
+    loop = "for step in range("
+    assert script.count(loop) == 1
+    write(tmp_path, script.replace(loop, f"open('begun', 'w')\n{loop}"))
+    start = (str(openmpi.mpirun), "-np", "2", *openmpi.flags, sys.executable)
+    job = subprocess.Popen(
+        [*start, "-m", "mpitrain", "run", "script.py"],
+        cwd=tmp_path,
+        env=environment(openmpi),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    while not (tmp_path / "begun").exists():
+        assert job.poll() is None
+        time.sleep(0.1)
+    job.send_signal(signal.SIGUSR2)
+    out, _ = job.communicate(timeout=60)
+    assert job.returncode == 75, out
+    stopped = re.search(r"stopped after step (\d+)\n", out)
+    assert stopped is not None
+    assert 0 < int(stopped[1]) < 5000
+    done = run(openmpi, 2, "script.py", cwd=tmp_path)
+    assert done.status == 0, done.err
+    assert done.out.count("finished") == 2
 
 
 @pytest.mark.parametrize("method", [slow("spawn"), "forkserver", "fork"])

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import pytest
 
+from mpitrain.launch.env_checks import RANK_PID
 from mpitrain.launch.job import Job
 
 _ended = []  # kept: their sockets would be reported as not closed in a later test
@@ -19,3 +21,6 @@ def end_job() -> Iterator[None]:
         Job.current.watchdog.close()
         _ended.append(Job.current)
         Job.current = None
+    # A process that a later test starts would take itself for a child of a rank, and
+    # forget the variables of a launcher that the test gives it.
+    os.environ.pop(RANK_PID, None)

@@ -1,11 +1,11 @@
-"""A communicator of one process, without MPI."""
+"""The one process of a unit test: its world and its communicator, without MPI."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 from mpitrain.mpi.shared_arrays import Communicator
+from mpitrain.mpi.single_process import SingleProcess
 from mpitrain.mpi.topology import Node
 from mpitrain.mpi.world import World
 
@@ -19,21 +19,6 @@ LONE = World(
 )
 
 
-class SingleProcess(Communicator):
-    """Answers what one process may ask."""
-
-    def __init__(self) -> None:
-        pass
-
-    def on_rank_zero(self, action: Callable[[], Any], doing: str) -> Any:
-        del doing
-        return action()
-
-    def allgather(self, mine: Any) -> list[Any]:
-        return [mine]
-
-    gather = allgather
-
-    def load_shared(self, make: Callable[[], Any], doing: str) -> dict[str, Any]:
-        del doing
-        return dict(make())
+def lone_communicator() -> Communicator:
+    """Return a communicator of this process alone."""
+    return Communicator(cast(Any, SingleProcess()), LONE)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from single_process import LONE
 
 from mpitrain.launch import cpu
 
@@ -102,3 +104,34 @@ def test_cores_that_stay_idle_beside_bound_ranks_are_counted(
 ) -> None:
     monkeypatch.setattr(cpu, "hardware_threads_per_core", lambda: 1)
     assert cpu.idle_cores([*map(frozenset, masks)], frozenset(range(given))) == idle
+
+
+@pytest.mark.parametrize(
+    ("launcher", "of_launcher", "num_ranks", "of_ranks", "words"),
+    [
+        ("srun", 16, 2, 2, "1 of 16 cores reach this rank's workers; srun binds it: "),
+        ("srun", 16, 2, 2, "try --cpus-per-task=8"),
+        ("openmpi", 16, 2, 2, "mpirun binds it: try --bind-to none"),
+        ("openmpi", 2, 2, 2, "the job has no more: ask the scheduler for them"),
+        ("", 0, 2, 2, "the job has no more: ask the scheduler for them"),
+        ("srun", 16, 4, 16, "4 of 16 cores reach this rank's workers, which 4 ranks"),
+        ("", 0, 1, 16, "16 of 16 cores reach this rank's workers"),
+    ],
+)
+def test_why_cores_do_not_reach_the_workers_is_said(
+    launcher: str,
+    of_launcher: int,
+    num_ranks: int,
+    of_ranks: int,
+    words: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(cpu.os, "cpu_count", lambda: 16)
+    monkeypatch.setattr(cpu, "cpu_quota", lambda: float("inf"))
+    monkeypatch.setattr(cpu, "launcher_name", lambda _: launcher)
+    monkeypatch.setattr(cpu, "launcher_cores", lambda _: range(of_launcher))
+    node = replace(LONE.nodes[0], num_cores=of_ranks)
+    world = replace(
+        LONE, local_world_size=num_ranks, nodes=(node,), num_cores=of_ranks // num_ranks
+    )
+    assert words in cpu.cores_for_workers(world)
