@@ -40,15 +40,14 @@ class DiffConfig:
     """The run folder to compare it with."""
     replay: bool = False
     """Compute the steps of both again, to name step, micro-batch, layer and tensor."""
-    second_code: Path | None = setting(None, flag="with", only_with=("replay", "True"))
+    second_code: Path | None = setting(None, flag="with")
     """Replay the second run in this folder, with the code there. Default: both here."""
 
     def __post_init__(self) -> None:
-        if self.second_code is not None and not (
-            self.replay and self.second_code.is_dir()
-        ):
+        folder = self.second_code
+        if folder is not None and not (self.replay and folder.is_dir()):
             raise UsageError(
-                f"--with {self.second_code}: expected an existing folder, and --replay"
+                f"--with {folder}: expected an existing folder, and --replay"
             )
 
 
@@ -74,7 +73,8 @@ def diff(config: DiffConfig) -> tuple[list[str], bool, tuple[int, int] | None]:
         changed = "; ".join(differences(before, now, ignored)) or "the same"
         lines.append(f"{what}: {changed if before and now else 'not recorded'}")
     differs = False
-    steps, last = [], 0
+    steps: list[int] = []
+    alike: list[int] = []  # checkpoints
     for name, unit, (one, other) in values:
         line, is_found = compare(one, other, unit)
         lines.append(f"{name}: {line}")
@@ -83,8 +83,10 @@ def diff(config: DiffConfig) -> tuple[list[str], bool, tuple[int, int] | None]:
             steps.append(next(first for first, _ in _changes(one, other)))
         if name == "checkpoints":
             alike = [it for it in one.keys() & other.keys() if one[it] == other[it]]
-            last = max((it for it in alike if it < min(steps, default=0)), default=0)
-    return lines, differs, (last, min(steps)) if steps else None
+    if not steps:
+        return lines, differs, None
+    last = max((it for it in alike if it < min(steps)), default=0)
+    return lines, differs, (last, min(steps))
 
 
 def replay(

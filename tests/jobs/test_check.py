@@ -91,6 +91,7 @@ def test_the_screen_says_it_all_in_lines(openmpi: Mpi, tmp_path: Path) -> None:
         r"^address reason +lo, loopback; one node",
         r"^versions +mpitrain .*, torch [\d.]+.*, mpi4py",
         r"MPI library +Open MPI|Open MPI \d",
+        r"MPI ABI +openmpi",
         r"^start +seconds without imports [\d.]+, seconds by stage \(starting MPI",
         r"^all reduce +device cpu, backend mpi4py, is right True",
         r"^gradients +ddp \(largest difference",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import socket
 from pathlib import Path
 
 import pytest
@@ -45,13 +46,30 @@ def test_two_ranks_cannot_be_told_apart_by_their_copies(
     openmpi: Mpi, tmp_path: Path
 ) -> None:
     done = mpirun(openmpi, 2, *RUN, "run", "weight", "1", "14", cwd=tmp_path)
-    assert "the ranks have unlike copies, and no majority has one: 4.weight" in done.err
+    assert "no majority of the ranks has one copy: that of 4.weight differs" in done.err
     assert done.status == STATUS
-    # A fault that comes once is found by the second computation.
-    words = ("other", "gradient", "1", "16", "once")
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        (("once",), "rank 1/2 H] ComputeError: step 16: it has other bits than rank 0"),
+        (
+            (),
+            "rank 0/2 H] ComputeError: step 16: rank 0 on H and rank 1 on H differ in",
+        ),
+    ],
+)
+def test_of_two_ranks_one_that_was_wrong_once_is_named(
+    flags: tuple[str, ...], expected: str, openmpi: Mpi, tmp_path: Path
+) -> None:
+    words = ("run", "gradient", "1", "16", "two", *flags)
     done = mpirun(openmpi, 2, *RUN, *words, cwd=tmp_path)
     assert done.status == STATUS
-    assert "differ" in done.err or "computes wrongly" in done.err
+    (line,) = done.ours
+    assert expected.replace("H", socket.gethostname()) in line
+    if flags:
+        assert "a second computation agrees with rank 0" in line
 
 
 def test_without_bitwise_the_copies_are_compared(openmpi: Mpi, tmp_path: Path) -> None:
@@ -120,5 +138,8 @@ def test_a_device_that_is_wrong_now_and_then_is_found_by_check(
 ) -> None:
     done = mpirun(openmpi, 3, SCRIPT, "check", "1", cwd=tmp_path)
     assert done.status == 1, done.err
-    assert re.search(r"unstable-compute.*\n?.*rank 1 on", done.out), done.out
-    assert "rank 0 on" not in done.out.partition("errors:")[0].rpartition("compute")[2]
+    rows = {it["name"]: it["found"] for it in json.loads(done.out)["findings"]}
+    assert re.match(r"rank 1 on \S+ had other bits \d+ of", rows["unstable-compute"])
+    names = [it["name"] for it in json.loads(done.out)["findings"]]
+    assert names.count("unstable-compute") == 1, names
+    assert "wrong-compute" not in names

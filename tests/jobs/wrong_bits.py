@@ -1,9 +1,9 @@
 """A training in which one rank computes wrongly, and a `check` on such a device.
 
-    wrong_bits.py RUN_DIR KIND PLACE STEP [plain] [once]
+    wrong_bits.py RUN_DIR KIND PLACE STEP [plain] [once] [two] [ema] [noise]
     wrong_bits.py check RANK
 
-PLACE is a rank or a host.
+PLACE is a rank or a host; "two": micro-batches of a step, one for each of two ranks.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ class Fault(mpitrain.Callback):
 
     def __init__(self, kind: str, place: str, step: int, *, is_once: bool) -> None:
         self.kind, self.place, self.step, self.is_once = kind, place, step, is_once
+        self.num_flipped = 0
 
     def on_fit_start(self, trainer: mpitrain.Trainer) -> None:
         self.trainer = trainer
@@ -45,9 +46,10 @@ class Fault(mpitrain.Callback):
     def is_due(self, kind: str) -> bool:
         step, world = self.trainer.state.step + 1, self.trainer.world
         assert world is not None
-        is_now = step == self.step if self.is_once else step >= self.step
         is_here = self.place in (str(world.rank), world.hostname)
-        return kind == self.kind and is_here and is_now
+        is_due = kind == self.kind and is_here and step >= self.step
+        self.num_flipped += is_due
+        return is_due and not (self.is_once and self.num_flipped > 1)
 
     def activation(self, module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
         del module, inputs
@@ -94,6 +96,7 @@ def train(run_dir: str, kind: str, place: str, step: str, *flags: str) -> None:
     config = mpitrain.TrainConfig(
         epochs=EPOCHS,
         global_batch_size=32,
+        micro_batch_size=16 if "two" in flags else None,
         bitwise="plain" not in flags,
         optimizer="adamw",
         ema_decay=0.9 if "ema" in flags else None,
@@ -121,7 +124,7 @@ def check(rank: str) -> None:
 
     if os.environ.get("OMPI_COMM_WORLD_RANK") == rank:
         nn.functional.linear = wrong
-    sys.exit(main(["check", "--quick", "--compute", "--device", "cpu"]))
+    sys.exit(main(["check", "--quick", "--compute", "--json", "--device", "cpu"]))
 
 
 if __name__ == "__main__":

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from mpitrain.launch.device_name import device_name
-from mpitrain.mpi.world import World, format_ranges
-from mpitrain.tools.check.report import Finding, Severity
+from mpitrain.mpi.world import World
+from mpitrain.tools.check.report import Finding
 from mpitrain.train.precision import configure_torch
-from mpitrain.train.verification import checksum
+from mpitrain.train.verification import Sums, checksum, gradient_sums
 
 if TYPE_CHECKING:
     from mpitrain.launch.job import Job
@@ -23,12 +23,8 @@ SECONDS = 20.0  # of computing, on all devices at once
 SLOW = 1.5  # times the median of its kind
 REMEDY = "leave the node out, and let its device, memory and cooling be tested"
 
-Sums = dict[str, str]
 
-
-def check_compute(
-    job: Job, world: World, seconds: float = SECONDS
-) -> tuple[list[dict[str, Any]], list[Finding]]:
+def check_compute(job: Job, world: World) -> tuple[list[dict[str, Any]], list[Finding]]:
     """Compute one micro-batch again and again on each rank; collective.
 
     Returns:
@@ -37,7 +33,7 @@ def check_compute(
     """
     configure_torch(tf32=False, is_deterministic=True, num_threads=1)
     first, times, num_wrong = compute(world.device), [], 0
-    end = time.monotonic() + seconds
+    end = time.monotonic() + SECONDS
     while time.monotonic() < end:
         began = time.perf_counter()
         num_wrong += compute(world.device) != first
@@ -71,61 +67,36 @@ def compute(device: str) -> Sums:
         sums[f"the output of {number} ({type(module).__name__})"] = checksum(inputs)
     loss: Tensor = nn.functional.cross_entropy(inputs, labels)
     torch.autograd.backward(loss)
-    for name, weight in reversed([*model.named_parameters()]):
-        assert weight.grad is not None
-        sums[f"the gradient of {name}"] = checksum(weight.grad)
-    return sums
+    return sums | gradient_sums(dict(model.named_parameters()))
 
 
 def _findings(of_ranks: list[tuple[dict[str, Any], Sums]]) -> list[Finding]:
     found = []
-
-    def add(
-        severity: Severity, name: str, rows: list[dict[str, Any]], reason: str
-    ) -> None:
-        ranks = format_ranges([row["rank"] for row in rows])
-        hosts = ", ".join(dict.fromkeys(row["hostname"] for row in rows))
-        text = f"rank{'s' * (len(rows) > 1)} {ranks} on {hosts} {reason}"
-        found.append(Finding(severity, name, text, REMEDY))
-
     for row, _ in of_ranks:
         if row["num_wrong"]:
             times = f"{row['num_wrong']} of {row['num_runs']} times"
-            add(
-                "error",
-                "unstable-compute",
-                [row],
-                f"had other bits {times} than at first",
-            )
+            text = f"{_place(row)} had other bits {times} than at first"
+            found.append(Finding("error", "unstable-compute", text, REMEDY))
     for kind in dict.fromkeys(row["kind"] for row, _ in of_ranks):
         alike = [(row, sums) for row, sums in of_ranks if row["kind"] == kind]
         counts = Counter(tuple(sums.items()) for _, sums in alike)
         most, count = counts.most_common(1)[0]
-        if 2 * count <= len(alike):
-            rows = [row for row, _ in alike]
-            add(
-                "error",
-                "wrong-compute",
-                rows,
-                "have unlike bits, and no majority has the same",
-            )
-        for row, sums in alike if 2 * count > len(alike) else ():
-            if tuple(sums.items()) != most:
+        for row, sums in alike:
+            if 2 * count <= len(alike):
+                text = f"{_place(row)} is one of unlike ones, without a majority"
+                found.append(Finding("error", "wrong-compute", text, REMEDY))
+            elif tuple(sums.items()) != most:
                 what = next(name for name, it in most if sums[name] != it)
-                add(
-                    "error",
-                    "wrong-compute",
-                    [row],
-                    f"has other bits than most in {what}",
-                )
+                text = f"{_place(row)} has other bits than most in {what}"
+                found.append(Finding("error", "wrong-compute", text, REMEDY))
         usual = statistics.median(row["seconds"] for row, _ in alike)
-        slow = [row for row, _ in alike if row["seconds"] > SLOW * usual]
-        if slow:
-            factor = max(row["seconds"] for row in slow) / usual
-            add(
-                "warning",
-                "slow-device",
-                slow,
-                f"took {factor:.1f} times as long as most",
-            )
+        for row, _ in alike:
+            if row["seconds"] > SLOW * usual:
+                factor = row["seconds"] / usual
+                text = f"{_place(row)} took {factor:.1f} times as long as most"
+                found.append(Finding("warning", "slow-device", text, REMEDY))
     return found
+
+
+def _place(row: dict[str, Any]) -> str:
+    return f"rank {row['rank']} on {row['hostname']}"

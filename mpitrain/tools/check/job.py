@@ -14,7 +14,7 @@ from mpitrain.launch import init
 from mpitrain.launch.job import Job
 from mpitrain.launch.rendezvous.transports import gloo_error
 from mpitrain.mpi.collectives import barrier, on_rank_zero
-from mpitrain.mpi.implementation import mpi_library_version
+from mpitrain.mpi.implementation import mpi_abi, mpi_library_version
 from mpitrain.mpi.world import World
 from mpitrain.record.environment import versions
 from mpitrain.schedulers import seconds_left
@@ -167,7 +167,7 @@ def _library_versions(world: World) -> dict[str, str]:
 
     known = library_of(mpi_library_version())
     name = str(known) if known.family else " ".join(mpi_library_version().split())
-    found = {"MPI library": name}
+    found = {"MPI library": name, "MPI ABI": mpi_abi()}
     if world.device.startswith("cuda"):
         nccl = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
         found["NCCL"] = ".".join(map(str, nccl))

@@ -17,7 +17,36 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
+from mpitrain.data.samples import digest
 from mpitrain.errors import UsageError
+from mpitrain.files import write_atomic
+
+
+class StepHashes:
+    """Hashes of everything that a `StepWatch` sees, in its order, as rows of a file."""
+
+    def __init__(self) -> None:
+        self._rows: list[dict[str, Any]] = []
+
+    def observe(self, kind: str, number: int, name: str, tensor: Tensor) -> None:
+        """Add a row."""
+        row = {"kind": kind, "micro_batch": number, "name": name}
+        self._rows.append({**row, "hash": digest(tensor)})
+
+    def end_step(self, step: int, weights: Mapping[str, Any]) -> None:
+        """Add a row with a hash of all weights after a step."""
+        row = {"kind": "step", "step": step, "hash": digest(dict(weights))}
+        self._rows.append(row)
+
+    def end(self, step: int, weights: Mapping[str, Any], file: Path) -> None:
+        """Add a row for each weight after the last step, and write the file."""
+        for name, it in weights.items():
+            if isinstance(it, Tensor):
+                self.observe("weight", -1, name, it)
+        self.end_step(step, weights)
+        write_atomic(file, "".join(json.dumps(row) + "\n" for row in self._rows))
 
 
 def bisect(
@@ -43,12 +72,12 @@ def bisect(
     with tempfile.TemporaryDirectory(prefix="mpitrain-diff-") as name:
         files = [Path(name) / str(number) for number in range(2)]
 
-        def traces(step: int) -> list[list[dict[str, Any]]]:
+        def hashes(step: int) -> list[list[dict[str, Any]]]:
             for run, folder, file in zip(runs, folders, files, strict=True):
                 _replay(run, step, begins, words, folder, file)
             return [[*map(json.loads, it.read_text().splitlines())] for it in files]
 
-        rows = traces(step)
+        rows = hashes(step)
         of_steps = [[row for row in it if row["kind"] == "step"] for it in rows]
         first = _first(*of_steps)
         if first is None:
@@ -58,7 +87,7 @@ def bisect(
             )
         number = (first[0] or first[1])["step"]
         if number != step:
-            rows = traces(number)
+            rows = hashes(number)
     found = _first(*([row for row in it if row["kind"] != "step"] for it in rows))
     return f"replayed from step {begins}: step {number} differs first, {_named(found)}"
 

@@ -25,10 +25,11 @@ from mpitrain.tools.train.prepare import read_config
 
 @dataclass(frozen=True, kw_only=True)
 class ReplayConfig:
-    """Compute a step of a run again, from the checkpoint before it; writes nothing.
+    """Compute a step of a run again, from the checkpoint before it.
 
-    Flags of the training follow --, such as --device cpu; of a script its command line:
-    -- run script.py ARGS. The exit status is 1 if a loss is not the recorded one.
+    It writes nothing into RUN. Flags of the training follow --, such as --device cpu;
+    of a script its command line: -- run script.py ARGS. The exit status is 1 if a loss
+    is not the recorded one.
     """
 
     run: Path = setting(metavar="RUN", is_positional=True)

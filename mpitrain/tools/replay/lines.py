@@ -25,13 +25,18 @@ MAX_SAMPLES = 8  # that are shown, those with the largest losses
 
 def changes(
     run: Path, environment: Mapping[str, Any], config: TrainConfig
-) -> dict[str, str]:
-    """Say what the last bits may depend on, and is not as recorded, by name."""
+) -> tuple[list[str], bool]:
+    """Say what the last bits may depend on, and is not as recorded.
+
+    Also returns whether the bits can be those of the run all the same.
+    """
     recorded = facts_for_bits(read_json(run / "environment.json"))
-    free = {"ranks", "backend", *(["threads"] if config.bitwise else [])}
     now = facts_for_bits(environment)
-    found = differences(recorded, now, free)
-    return {line.partition(":")[0]: line for line in found}
+    free = {"ranks", "backend", *(["threads"] if config.bitwise else [])}
+    can_be_equal = not any(
+        recorded.get(name) != now[name] for name in ("torch", "processor", "gpu")
+    )
+    return differences(recorded, now, free), config.bitwise and can_be_equal
 
 
 def changed_flags(before: Mapping[str, Any], now: TrainConfig) -> list[str]:
@@ -51,7 +56,7 @@ class Comparison:
         self._run = run
         self._recorded: dict[int, StepMetrics] | None = None
         self._micro_batches: Mapping[int, Mapping[str, float]] = {}
-        self._last: dict[int, StepMetrics] = {}
+        self.last: dict[int, StepMetrics] = {}  # that were compared last, by number
         self._num = 0  # steps that are recorded, too
         self.difference = ""  # the first one, in words
         self.is_bitwise = False  # whether the bits are compared
@@ -67,7 +72,7 @@ class Comparison:
                 reader.update()
             self._recorded = {it.step: it for it in metrics.steps}
             self._micro_batches = file.losses
-        self._last = {it.step: it for it in steps}
+        self.last = {it.step: it for it in steps}
         for now, of_now in zip(steps, losses or [()] * len(steps), strict=True):
             before = self._recorded.get(now.step)
             if before is None:
@@ -90,10 +95,6 @@ class Comparison:
                 self.difference = found
                 say(found)  # at once: the step that is asked for may be far
 
-    def of_step(self, step: int) -> StepMetrics | None:
-        """Return what was computed of a step."""
-        return self._last.get(step)
-
     def summary(self) -> str:
         """Say how many steps were compared."""
         if not self._num:
@@ -101,7 +102,8 @@ class Comparison:
         if self.difference:
             return "the rest depends on it"
         how = "to the bit" if self.is_bitwise else f"to {TOLERANCE:g}, relative"
-        return f"{self._num} steps are as recorded, {how}"
+        are = "step is" if self._num == 1 else "steps are"
+        return f"{self._num} {are} as recorded, {how}"
 
     def _is_same(self, one: float, other: float) -> bool:
         if not (math.isfinite(one) and math.isfinite(other)):
@@ -123,7 +125,7 @@ def step_lines(
 
     ``seen`` are the micro-batches that are asked for, of all ranks.
     """
-    now = comparison.of_step(step)
+    now = comparison.last.get(step)
     yield comparison.summary()
     if now is not None:
         yield (
@@ -138,14 +140,8 @@ def step_lines(
         if config.sample in (None, sample)
     ]
     if not rows:
-        named = [
-            f"{name} {it}"
-            for name, it in (
-                ("sample", config.sample),
-                ("micro-batch", config.micro_batch),
-            )
-            if it is not None
-        ]
+        asked = {"sample": config.sample, "micro-batch": config.micro_batch}
+        named = [f"{name} {it}" for name, it in asked.items() if it is not None]
         where = f"{' of '.join(named)} is not in step {step}"
         yield "no sample has a loss of its own here" if seen else where
         return

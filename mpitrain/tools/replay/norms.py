@@ -1,4 +1,4 @@
-"""Norms of outputs, gradients and weights of a step, by layer; and their hashes."""
+"""Norms of outputs, gradients and weights of a step, by layer."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mpitrain.data.samples import digest
-
 
 class LayerNorms:
     """Sums the squares of what a `StepWatch` sees; collective with FSDP."""
@@ -20,7 +18,7 @@ class LayerNorms:
         self._squares: defaultdict[tuple[str, str], list[Tensor]] = defaultdict(list)
 
     def observe(self, kind: str, number: int, name: str, tensor: Tensor) -> None:
-        """Add outputs, and gradients as the optimizer gets them."""
+        """Add outputs, and gradients before they are clipped."""
         del number
         if kind in ("output", "sum"):
             self._squares[kind, name].append(_square(tensor))
@@ -64,27 +62,3 @@ def _square(tensor: Tensor) -> Tensor:
     if tensor.is_sparse:
         tensor = tensor.coalesce().values()
     return tensor.to(torch.float64).square().sum()
-
-
-class Trace:
-    """Rows with a hash of everything that a `StepWatch` sees, in its order."""
-
-    def __init__(self) -> None:
-        self.rows: list[dict[str, Any]] = []
-
-    def observe(self, kind: str, number: int, name: str, tensor: Tensor) -> None:
-        """Add a row."""
-        row = {"kind": kind, "micro_batch": number, "name": name}
-        self.rows.append({**row, "hash": digest(tensor)})
-
-    def end_step(self, step: int, weights: Mapping[str, Any], *, is_last: bool) -> None:
-        """Keep one row of a step, with a hash of all weights after it.
-
-        Of the last step each weight has one, beside what was seen.
-        """
-        if is_last:
-            for name, it in weights.items():
-                if isinstance(it, Tensor):
-                    self.observe("weight", -1, name, it)
-        row = {"kind": "step", "step": step, "hash": digest(dict(weights))}
-        self.rows.append(row)

@@ -6,7 +6,6 @@ one that a script makes. Callbacks of the user stay: they may be part of the tra
 
 from __future__ import annotations
 
-import json
 import os
 import pdb
 import sys
@@ -21,23 +20,22 @@ from mpitrain.checkpoint.run_checkpoints import RunCheckpoints
 from mpitrain.checkpoint.storage import CheckpointReader
 from mpitrain.checkpoint.tensors import load_random, load_stage
 from mpitrain.checkpoint.training_state import restore_trainer
-from mpitrain.config import TrainConfig
 from mpitrain.console import say, shown
 from mpitrain.data.loader import Batch
 from mpitrain.errors import MpitrainError, UsageError
-from mpitrain.files import replacing, write_atomic
+from mpitrain.files import replacing
 from mpitrain.launch import run_script
 from mpitrain.launch.init import init
 from mpitrain.launch.job import Job, start_job
 from mpitrain.launch.process_exit import exit_now
 from mpitrain.launch.run_target import read_on_all_ranks
 from mpitrain.mpi.collectives import on_rank_zero
-from mpitrain.mpi.world import World
 from mpitrain.record.environment import describe
 from mpitrain.record.recorder import Recorder
+from mpitrain.tools.replay.bisect import StepHashes
 from mpitrain.tools.replay.config import ReplayConfig, ReplayRequest, read_request
 from mpitrain.tools.replay.lines import Comparison, changed_flags, changes, step_lines
-from mpitrain.tools.replay.norms import LayerNorms, Trace, layer_lines
+from mpitrain.tools.replay.norms import LayerNorms, layer_lines
 from mpitrain.tools.replay.watch import MicroBatchSeen, StepWatch, bad_samples
 from mpitrain.tools.train.run import build_trainer
 from mpitrain.train.callbacks import Callback
@@ -65,7 +63,7 @@ class Replay(Callback):
         self._others: Sequence[Callback] = ()
         self._compared = Comparison(request.config.run)
         self._norms: LayerNorms | None = None
-        self._trace: Trace | None = None
+        self._hashes: StepHashes | None = None
         self._watch: StepWatch | None = None
         self._weights: Mapping[str, Any] = {}  # before the step
         self._scale = 0.0  # of the loss, before the step
@@ -122,7 +120,6 @@ class Replay(Callback):
             raise UsageError(
                 f"--step {step}: the training has {total} steps"
             ).on_all_ranks()
-        self._compared.is_bitwise = trainer.config.bitwise
 
     def on_fit_start(self, trainer: Trainer) -> None:
         """Say where it begins, and what is not as it was."""
@@ -133,13 +130,10 @@ class Replay(Callback):
         ranks = f"{world.world_size} rank{'s' * (world.world_size != 1)}"
         say(f"replay of {shown(self._config.run)} from {where}, on {ranks}")
         run, before = self._config.run, self._request.recorded
-        found = changes(run, describe(world), trainer.config)
-        if found.keys() & {"torch", "processor", "gpu"}:
-            self._compared.is_bitwise = False  # the last bits depend on them
-        for name, changed in (
-            ("not as recorded", [*found.values()]),
-            ("other flags", changed_flags(before, trainer.config)),
-        ):
+        found, is_bitwise = changes(run, describe(world), trainer.config)
+        self._compared.is_bitwise = is_bitwise
+        flags = changed_flags(before, trainer.config)
+        for name, changed in (("not as recorded", found), ("other flags", flags)):
             if changed:
                 say(f"{name}: {'; '.join(changed)}")
 
@@ -151,6 +145,8 @@ class Replay(Callback):
             load_stage(reader, trainer.engine, is_own=is_own)
             step, seed = trainer.state.step, trainer.config.seed
             load_random(reader, trainer.engine.world, seed=seed, step=step)
+        # Whether a step was applied is to be known at its end, on a GPU, too.
+        trainer.engine.optimizer.may_defer = False
         self._prepare(trainer)
 
     def on_metrics(self, trainer: Trainer, steps: Sequence[StepMetrics]) -> None:
@@ -171,14 +167,14 @@ class Replay(Callback):
                 step == config.step and not config.until
             ):
                 self._end(trainer, seen, is_skipped=is_skipped)
-        if self._trace is not None:
+        if self._hashes is not None:
             weights = trainer.engine.strategy.full_state_dict()
-            self._trace.end_step(step, weights, is_last=False)
+            self._hashes.end_step(step, weights)
         self._prepare(trainer)
 
     def on_train_end(self, trainer: Trainer) -> None:
         """Say that the step did not come."""
-        what = "all losses and gradients are finite"
+        what = "all losses and gradients are finite; expected an earlier --from N"
         if not self._config.until:
             what = f"step {self._config.step} did not come"
         raise ReplayError(
@@ -193,13 +189,13 @@ class Replay(Callback):
         if self._watch is not None:  # of the stage before, which had no step more
             self._watch.close()
             self._watch = None
-        if config.hashes and self._trace is None:
-            self._trace = Trace()
+        if config.hashes and self._hashes is None:
+            self._hashes = StepHashes()
         first = config.step or 0
         if not (number >= first if config.until else number == first):
             return
         self._norms = LayerNorms() if config.layers else None
-        observers = [it.observe for it in (self._norms, self._trace) if it is not None]
+        observers = [it.observe for it in (self._norms, self._hashes) if it is not None]
 
         def observe(*of: Any) -> None:
             for it in observers:
@@ -213,7 +209,7 @@ class Replay(Callback):
             self._weights = trainer.engine.strategy.full_state_dict()
         self._watch = StepWatch(
             trainer,
-            observe,
+            observe if observers else None,
             lambda number, batch: self._stop_at(trainer, number, batch),
             keeps=lambda *of: config.save is not None and self._is_chosen(*of),
         ).open()
@@ -246,11 +242,9 @@ class Replay(Callback):
         weights = self._weights
         if not weights and (config.save or config.layers):
             weights = engine.strategy.full_state_dict()  # the step was not applied
-        if self._trace is not None and config.hashes is not None:
+        if self._hashes is not None and config.hashes is not None:
             after = engine.strategy.full_state_dict()
-            self._trace.end_step(trainer.state.step, after, is_last=True)
-            lines = "".join(json.dumps(row) + "\n" for row in self._trace.rows)
-            write_atomic(config.hashes, lines)
+            self._hashes.end(trainer.state.step, after, config.hashes)
         squares = self._norms.squares() if self._norms is not None else {}
         of_ranks = ranks.gather((seen, squares))
         if world.is_rank_zero:
@@ -351,24 +345,21 @@ def run_replay(
                 job.comm, lambda: read_request(read(), words), "read the run"
             )
         replay = Replay(request)
-        job.replace_callbacks = replay.replace_callbacks
-        if request.training is None:
+        job.replace_callbacks, job.is_replay = replay.replace_callbacks, True
+        training = request.training
+        if training is None:
             asked = read_on_all_ranks(job.comm, words[1:])
             run_script.run(job, asked, os.environ)
         else:
-            launch = request.training.launch.as_arguments()
-            with init(**launch, job=job) as world:
-                _train(request, request.training, world)
+            with init(**training.launch.as_arguments(), job=job) as world:
+                has_checkpoint = request.checkpoint is not None
+                run = request.config.run
+                trainer, *_ = build_trainer(
+                    training, world, run, with_weights=not has_checkpoint
+                )
+                trainer.fit()
         if not replay.is_used:
             run = request.config.run
             reason = f"{run} was not replayed: no Trainer of the script has trained"
             raise UsageError(reason).on_all_ranks()
     return 0
-
-
-def _train(request: ReplayRequest, training: TrainConfig, world: World) -> None:
-    trainer, *_ = build_trainer(
-        training, world, request.config.run, with_weights=request.checkpoint is None
-    )
-    trainer.world = world
-    trainer.fit()

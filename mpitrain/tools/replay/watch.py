@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -41,7 +42,7 @@ class StepWatch:
 
     Attributes:
         trainer: Whose step it is.
-        observe: Called with each tensor, in the order of the computation.
+        observe: Called with each tensor, in the order of the computation, if at all.
         before: Called before the forward pass of each micro-batch.
         keeps: Whether `seen` has the batch of a micro-batch, of these samples.
         seen: The micro-batches of this rank.
@@ -49,7 +50,7 @@ class StepWatch:
     """
 
     trainer: Trainer
-    observe: Observe
+    observe: Observe | None
     before: Callable[[int, Batch], None]
     keeps: Callable[[int, list[int]], bool] = lambda *_: False
     seen: list[MicroBatchSeen] = field(default_factory=list)
@@ -81,14 +82,15 @@ class StepWatch:
         optimizer = trainer.engine.optimizer
         end_pass = optimizer.end_pass
 
-        def watched_end(factor: float = 1.0) -> tuple[float, bool]:
-            for name, weight in strategy.named_weights().items():
+        def watched_end(factor: float | Tensor = 1.0) -> float | Tensor:
+            weights = strategy.named_weights() if self.observe else {}
+            for name, weight in weights.items():
                 if weight.grad is not None:  # before they are clipped
                     gradient = weight.grad * (factor * optimizer.scale.inverse)
-                    self.observe("sum", -1, name, gradient)
-            norm, is_applied = end_pass(factor)
-            self.is_applied &= is_applied
-            return norm, is_applied
+                    self._tell("sum", -1, name, gradient)
+            norm = end_pass(factor)
+            self.is_applied &= math.isfinite(norm)
+            return norm
 
         optimizer.end_pass = watched_end  # type: ignore[method-assign]
         self._hooks.callback(vars(optimizer).pop, "end_pass")
@@ -128,7 +130,7 @@ class StepWatch:
         for kind, tree in (("input", batch.inputs), ("target", batch.targets)):
             for place, leaf in enumerate(leaves_of(tree)):
                 if isinstance(leaf, Tensor):
-                    self.observe(kind, number, f"{kind} {place}", leaf)
+                    self._tell(kind, number, f"{kind} {place}", leaf)
         self.before(number, batch)
 
     def _end(self, batch: Batch, found: Any) -> None:
@@ -164,7 +166,11 @@ class StepWatch:
         tensor = tensor.detach()
         # Read at the end: a GPU would wait for each.
         self._finite.append((now, f"{kind} of {name}", torch.isfinite(tensor).all()))
-        self.observe(kind, now.number, name, tensor)
+        self._tell(kind, now.number, name, tensor)
+
+    def _tell(self, *of: Any) -> None:
+        if self.observe is not None:
+            self.observe(*of)
 
 
 def _copy(tensor: Tensor) -> Tensor:
