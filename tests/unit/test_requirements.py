@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+ROOT = Path(__file__).parents[2]
+
 
 @pytest.fixture
 def old_metadata(tmp_path: Path) -> Path:
@@ -25,7 +27,7 @@ def old_metadata(tmp_path: Path) -> Path:
 def run(old: Path, *words: str, **variables: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, *words],
-        env={**os.environ, "PYTHONPATH": str(old), **variables},
+        env={**os.environ, "PYTHONPATH": f"{old}:{ROOT}", **variables},
         cwd=old,
         stdin=subprocess.DEVNULL,
         capture_output=True,
@@ -64,9 +66,8 @@ def test_check_says_so_on_a_login_node(old_metadata: Path) -> None:
 
 
 def test_where_it_is_not_installed_nothing_is_required(tmp_path: Path) -> None:
-    root = Path(__file__).parents[2]
     code = "from mpitrain.launch import consistency as r; print(r.old_packages())"
-    (tmp_path / "mpitrain").symlink_to(root / "mpitrain")
+    (tmp_path / "mpitrain").symlink_to(ROOT / "mpitrain")
     # -S: without site-packages, and so without the metadata of anything.
     done = subprocess.run(
         [sys.executable, "-S", "-c", code],
@@ -88,7 +89,8 @@ def test_an_mpich_of_debians_is_refused_with_what_to_type(tmp_path: Path) -> Non
     compiler = ["cc", "-shared", "-fPIC", soname, "-o", str(library), str(source)]
     subprocess.run(compiler, check=True)
     code = "import mpitrain; mpitrain.init()"
-    done = run(tmp_path, "-c", code, MPI4PY_LIBMPI=str(library))
+    variables = {"MPI4PY_LIBMPI": str(library), "PMI_RANK": "0", "PMI_SIZE": "2"}
+    done = run(tmp_path, "-c", code, **variables)
     assert done.returncode == 1
     assert "could not load an MPI library: libmpi.so.12: " in done.stderr
     assert "ln -sf /usr/lib/*/libmpich.so.12 ~/mpich/libmpi.so.12" in done.stderr
