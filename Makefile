@@ -8,20 +8,25 @@ NP ?= 8
 AT_ONCE ?= 3
 MPIRUN := $(BIN)/mpirun
 
+# Images of containers set it. Each of the thousands of processes that the tests start would
+# compile the clone again: 0.4 s of a core.
+unexport PYTHONDONTWRITEBYTECODE
+
 # Open MPI refuses to run as root unless told twice; in a container root is who you are.
 ifeq ($(shell id -u),0)
 export OMPI_ALLOW_RUN_AS_ROOT := 1
 export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM := 1
 endif
 
-.PHONY: demo test test-all test-golden test-unit test-torch test-jobs test-cluster test-whole test-gpu test-versions soak check lint type format flags bench clean help
+.PHONY: demo test test-all test-golden test-unit test-torch test-jobs test-cluster test-whole test-gpu test-versions soak check lint type docs format flags bench clean help
 
 help:
 	@echo "make demo          train on 8 slots of this machine (NP=4 for 4)"
 	@echo "make test          what CI runs;  make test-all: the slow ones, too"
 	@echo "make test-4        the MPI tests on 4 ranks, or on any number"
 	@echo "make test-unit, test-torch, test-jobs, test-cluster, test-whole, test-gpu, soak: some of them"
-	@echo "make check         lint and types;  make format: put the code in order"
+	@echo "make check         lint, types and docs;  make format: put the code in order"
+	@echo "make docs          write the documentation site to build/site"
 	@echo "make test-versions PAIRS='2.13:python3.13': torch and Python in a new environment"
 	@echo "make flags         write docs/reference/flags.md from the configuration"
 	@echo "make bench         our start and training beside torchrun's"
@@ -85,7 +90,7 @@ test-gpu: $(VENV)/.test
 test-versions:
 	$(PYTHON) tests/versions.py $(PAIRS)
 
-check: lint type
+check: lint type docs
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check .
@@ -98,6 +103,10 @@ type: $(VENV)/.test
 format: $(VENV)/.test
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+# The site, from the pages and docstrings; a link that leads nowhere is an error.
+docs: $(VENV)/.test
+	$(BIN)/python -m sphinx -W --keep-going -q -j auto -c docs . build/site
 
 flags: $(VENV)/.test
 	$(BIN)/python tests/flags_page.py

@@ -44,6 +44,7 @@ CONTAINERS = "wants Apptainer and an image; tests/cluster has containers"
 EARLIER = "reads what the command before it writes; test_launchers.py does"
 STAGES = "copies the whole environment; test_stage.py has a small one"
 REPLAYS = "wants a run with a NaN, or two runs; test_replay.py does"
+LIBRARY = "wants a run with a model of Transformers; test_export_folders.py does"
 SERVES = "runs until it is ended; test_warm.py does"
 FOREIGN = "another project's command line, as people have it"
 
@@ -53,6 +54,7 @@ NOT_RUN = {
     "make test-all": SETS_UP,
     "make check": SETS_UP,
     "make format": SETS_UP,
+    "make docs": SETS_UP,
     "make test-unit": SETS_UP,
     "make test-4": SETS_UP,
     "make test-jobs": SETS_UP,
@@ -79,6 +81,7 @@ NOT_RUN = {
     "mpirun -np 8 apptainer exec --nv mpitrain.sif python -m mpitrain": CONTAINERS,
     "python -m mpitrain serve": SERVES,
     "mpirun --map-by ppr:1:node python -m mpitrain serve": SERVES,
+    "python -m mpitrain export runs/NAME folder --format huggingface": LIBRARY,
     "python -m mpitrain replay runs/mine --until nan": REPLAYS,
     "python -m mpitrain replay runs/mine --until nan -- run train.py": REPLAYS,
     "python -m mpitrain diff runs/new runs/old --replay --with ../old": REPLAYS,
@@ -244,7 +247,8 @@ def test_the_commands_of_the_pages_run(command: str, home: Path) -> None:
         assert told == [(str(rank), str(size)) for rank in range(size)], done
     written = re.search(r"(?:--output|export \S+) (\S+)", command)
     if written is not None:
-        text = (home / written[1]).read_bytes()
+        path = home / written[1]
+        text = (path / ".metadata" if path.is_dir() else path).read_bytes()
         assert text
         if text.startswith(b"#!/bin/bash"):
             said = subprocess.run(["bash", "-n"], input=text, capture_output=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import re
+import tempfile
 from collections import OrderedDict
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,6 +22,7 @@ from torch.utils.data import TensorDataset
 
 import mpitrain
 from mpitrain import TrainConfig, World
+from mpitrain.mpi.collectives import world_comm
 
 pytestmark = pytest.mark.mpi
 
@@ -67,9 +69,19 @@ def names_of(page: str, world: World, **more: Any) -> dict[str, Any]:
     text = (PAGES / page).read_text().replace("import mpitrain\n", "")
     trainers = []
     for code in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
+        if "from mine import" in code:  # whole scripts, which tests/jobs run
+            continue
         exec(code.replace("runs/mine", str(names.get("run_dir"))), names)
         trainers += [names.pop("trainer")] if "trainer" in names else []
     return {**names, "trainers": trainers}
+
+
+@pytest.mark.parametrize("page", ["accelerate", "horovod", "lightning"])
+def test_the_code_for_users_of(page: str, world: World) -> None:
+    found = names_of(f"coming-from/{page}.md", world)
+    trained = [trainer.fit().loss for trainer in found["trainers"]]
+    assert len(trained) == (page == "lightning")
+    assert page == "lightning" or found["loader"].epoch == 2  # read to its end
 
 
 def test_the_metrics_of_the_page(world: World) -> None:
@@ -78,6 +90,19 @@ def test_the_metrics_of_the_page(world: World) -> None:
     assert {*found.values} == {"loss", "top3", "nll", "auroc", "perplexity"}
     assert found.values["nll"] == pytest.approx(found.values["loss"])
     assert found.results["confusion"].sum() == len(classes(30))
+
+
+def test_the_model_on_meta_of_the_page(world: World) -> None:
+    def net() -> nn.Module:
+        return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, CLASSES))
+
+    folder = Path(world_comm().bcast(tempfile.mkdtemp()))
+    if world.is_rank_zero:
+        torch.save(net().state_dict(), folder / "model.pt")
+    world_comm().barrier()
+    found = names_of("howto/training.md", world, Net=net, run_dir=folder)
+    (trainer,) = found["trainers"]
+    assert {*trainer.fit().values} >= {"loss"}
 
 
 def test_the_optimizers_of_the_page(world: World) -> None:
