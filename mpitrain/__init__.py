@@ -36,7 +36,9 @@ if TYPE_CHECKING:
     )
     from mpitrain.launch.init import init
     from mpitrain.launch.job import Job
+    from mpitrain.models.weights import load_weights
     from mpitrain.mpi.world import Node, World
+    from mpitrain.record.cost import Costs
     from mpitrain.record.health import HealthCheck
     from mpitrain.record.loggers.callback import Loggers
     from mpitrain.record.profiler import Profiler
@@ -59,6 +61,7 @@ __all__ = [
     "Callback",
     "CheckpointError",
     "Checkpointer",
+    "Costs",
     "DataError",
     "DataLoader",
     "EarlyStopping",
@@ -90,6 +93,7 @@ __all__ = [
     "__version__",
     "default_callbacks",
     "init",
+    "load_weights",
 ]
 
 # Modules by name; what is not here is in `errors`.
@@ -102,6 +106,7 @@ _HOMES = {
     **dict.fromkeys(("Callback", "StopRequested"), "train.callbacks"),
     "CheckpointError": "checkpoint.run_checkpoints",
     "Checkpointer": "checkpoint.checkpointer",
+    "Costs": "record.cost",
     "DataLoader": "data.data_loader",
     "EarlyStopping": "train.early_stopping",
     "EpochLines": "train.progress",
@@ -118,6 +123,7 @@ _HOMES = {
     "TrainState": "train.metrics",
     "Trainer": "train.trainer",
     "default_callbacks": "tools.train.callbacks",
+    "load_weights": "models.weights",
 }
 
 

@@ -19,9 +19,8 @@ from mpitrain.plugins import is_reference, plugins_of
 from mpitrain.settings import FlagFacts, check_values, facts_of, flag_name, setting
 
 DATA_DIR = Path("data")
-
 NAME_PATTERN = r"\w[\w.+=-]*"  # of a run or a sweep, which name folders
-LOGGERS = ("csv", "tensorboard", "wandb", "mlflow", "trackio")
+LOGGERS = ("csv", "tensorboard", "wandb", "mlflow", "trackio", "openmetrics")
 TASK_PREFIX = "task."  # of the names of `TrainConfig.task_arguments`
 
 START_TIMEOUT_SECONDS = 600.0  # default of a stage of the start
@@ -35,6 +34,7 @@ WARMUP_EPOCHS = 5.0  # at most half of all; Goyal et al., arXiv 1706.02677, 2.2
 SCALED_BATCH_SIZE = 256  # of the default of sgd, and what --scale-lr scales from
 BITWISE_MICRO_BATCHES = 8  # of a step with --bitwise, without --micro-batch-size
 
+NumWorkers = int | Literal["auto"]
 Device = Literal["auto", "cpu", "cuda", "xpu"]
 Backend = Literal["auto", "mpi4py", "gloo", "nccl", "xccl"]
 Precision = Literal["fp32", "fp64", "bf16", "fp16"]
@@ -62,8 +62,8 @@ class DataConfig:
     """Folder of the data set, or the HDF5 file. Default: data."""
     image_size: int | None = setting(None, minimum=1, is_common=True)
     """Resize images to this height and width. Default: keep; 224 if sizes differ."""
-    num_workers: int | Literal["auto"] = resumable("auto", minimum=0, is_common=True)
-    """Data-loading processes per rank; 0: none. auto: cores - 1, at most 8, for
+    num_workers: NumWorkers | None = resumable(None, minimum=0, is_common=True)
+    """Data-loading processes per rank. auto: finds the best number. Default: auto for
     folder, hdf5 and shards; else 0."""
     random_crop: int = setting(0, minimum=0)
     """Pad training images by this many pixels and crop at random."""
@@ -96,8 +96,8 @@ class ModelConfig:
     """convnet, a torchvision model (resnet50), timm:NAME, hub:REPO_OR_DIR:ENTRY, or
     package.module:callable."""
     weights: str | None = command_only(None, is_common=True)
-    """Initial weights: a file, default, or a name that the library knows. Default:
-    random."""
+    """Initial weights: a file or folder, default, or a name that the library knows.
+    Default: random."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -208,7 +208,7 @@ class StrategyConfig:
     deterministic: bool = resumable(False)
     """Use only deterministic operations of torch; some are slower."""
     bitwise: bool = False
-    """Same bits on any number of ranks, up to the micro-batches of a step (8)."""
+    """Same bits on any number of ranks; at most one rank per micro-batch of a step."""
     verify_every: int | None = resumable(None, minimum=1)
     """With ddp: every N steps compare the ranks, to find one that computes wrongly."""
     balance: Literal["auto", "off"] = resumable("auto", only_with=("bitwise",))
@@ -248,8 +248,8 @@ class LogConfig:
     """Loggers and profiler."""
 
     log: tuple[str, ...] = run_setting((), metavar="NAME [NAME ...]", is_common=True)
-    """Loggers besides metrics.jsonl: csv, tensorboard, wandb, mlflow, trackio, or
-    package.module:callable."""
+    """Loggers besides metrics.jsonl: csv, tensorboard, wandb, mlflow, trackio,
+    openmetrics, or package.module:callable."""
     log_every_steps: int = run_setting(10, minimum=1, only_with=("log",))
     """Log every N steps (epochs are always logged)."""
     wandb_project: str | None = run_setting(None, only_with=("log", "wandb"))
@@ -279,7 +279,7 @@ class LaunchConfig:
     interface: str | None = resumable(None)
     """Network interface between nodes, such as ib0. Default: the best that works."""
     start_timeout: float | None = resumable(None, above=0)
-    """Seconds for each stage of the start and the first step. Default:
+    """Seconds for each stage of the start, and the first step of a training. Default:
     --hang-timeout, but 120 to 600."""
     hang_timeout: float | None = resumable(None, above=0, is_common=True)
     """End the job with status 76 after this many seconds without progress; None:

@@ -170,6 +170,19 @@ def hide_worker_info() -> None:
     assert get_worker_info() is None  # else torch keeps it elsewhere now
 
 
+def request_batch(batches: Any) -> None:
+    """Let a DataLoader's workers read one batch more than they do (torch 2.9 to 2.15).
+
+    `batches` is an iterator of one with workers. Its batch sampler gives the batch.
+    """
+    batches._try_put_index()  # noqa: SLF001 - else called once per batch taken
+
+
+def end_workers(batches: Any) -> None:
+    """End the workers of a DataLoader's iterator now (torch 2.9 to 2.15)."""
+    batches._shutdown_workers()  # noqa: SLF001 - else when nothing refers to it
+
+
 def local_shard(tensor: torch.Tensor) -> tuple[torch.Tensor, Any] | None:
     """Return a DTensor's local tensor, and its chunk: offsets and sizes; else ``None``.
 

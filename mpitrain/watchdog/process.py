@@ -54,9 +54,9 @@ def parent_of_rank() -> int:
     return os.getppid() if status is None else status[1]
 
 
-def age_seconds() -> float:
-    """Return how long ago this rank was started, by a monotonic clock."""
-    status = status_of(started_process(os.getpid()))
+def age_seconds(pid: int | None = None) -> float:
+    """Return how long ago this rank, or a process, started, by a monotonic clock."""
+    status = status_of(started_process(os.getpid()) if pid is None else pid)
     started = int(status[2]) / os.sysconf("SC_CLK_TCK") if status else 0.0
     return time.clock_gettime(time.CLOCK_BOOTTIME) - started
 

@@ -102,6 +102,7 @@ def mpirun(
     *words: str,
     cwd: Path,
     timeout_seconds: int = 180,
+    python: str | Path = sys.executable,
     **variables: str,
 ) -> Done:
     """Run ``mpirun -np N python WORDS`` to its end, or to the end of our patience."""
@@ -110,7 +111,7 @@ def mpirun(
         [
             *("timeout", "-k", str(KILL_AFTER_SECONDS), str(timeout_seconds)),
             *(str(mpi.mpirun), "-np", str(num_ranks), *mpi.flags),
-            *(sys.executable, *words),
+            *(str(python), *words),
         ],
         cwd=cwd,
         env=environment(mpi, **variables),

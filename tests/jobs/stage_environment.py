@@ -9,7 +9,7 @@ import sys
 import sysconfig
 from pathlib import Path
 
-from launcher import ROOT, Mpi, environment
+from launcher import ROOT, Mpi
 
 SYSTEM_PYTHON = f"/usr/bin/python{sys.version_info.major}.{sys.version_info.minor}"
 
@@ -60,14 +60,3 @@ def command(mpi: Mpi, num_ranks: int, env: Path, *words: str) -> list[str]:
     """Return the words of ``mpirun -np N python -m mpitrain stage WORDS``."""
     start = [str(mpi.mpirun), "-np", str(num_ranks), *mpi.flags]
     return [*start, f"{env}/bin/python", "-m", "mpitrain", "stage", *words]
-
-
-def variables(mpi: Mpi, env: Path, **more: str) -> dict[str, str]:
-    """Return the environment of a user who has activated `env`."""
-    base = environment(mpi)
-    libmpi = mpi.libmpi or Path(sys.prefix, "lib/libmpi.so.40")
-    if libmpi.exists():
-        base["MPI4PY_LIBMPI"] = str(libmpi)
-    base["PYTHONPATH"] = ""
-    base["PATH"] = f"{env}/bin:{base['PATH']}"
-    return {**base, "VIRTUAL_ENV": str(env), **more}

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from environments import variables
 from launcher import Done, Mpi, send_signal, under_each_mpi
-from stage_environment import SHOW, command, make_environment, variables
+from stage_environment import SHOW, command, make_environment
 from test_disks import small_disk
 
 

@@ -222,36 +222,6 @@ def test_ctrl_c_at_mpirun_ends_all_ranks(openmpi: Mpi, tmp_path: Path) -> None:
         time.sleep(0.1)
 
 
-def test_the_wheel_trains_outside_the_checkout(openmpi: Mpi, tmp_path: Path) -> None:
-    pip = [sys.executable, "-m", "pip", "--quiet"]
-    subprocess.run(
-        [*pip, "wheel", "--no-deps", "--wheel-dir", str(tmp_path / "dist"), str(ROOT)],
-        check=True,
-        timeout=300,
-    )
-    (wheel,) = (tmp_path / "dist").glob("*.whl")
-    place = tmp_path / "installed"
-    subprocess.run(
-        [*pip, "install", "--no-deps", "--target", str(place), str(wheel)],
-        check=True,
-        timeout=300,
-    )
-    done = mpirun(
-        openmpi,
-        2,
-        "-c",
-        "import mpitrain, mpitrain.cli; print(mpitrain.__file__);"
-        "mpitrain.cli.console()",
-        *("--name", "r", "--dry-run"),
-        cwd=tmp_path,
-        PYTHONPATH=str(place),
-    )
-    assert done.status == 0, done.err
-    assert str(place) in done.out
-    script = (place / "bin" / "mpitrain").read_text()
-    assert "mpitrain.__main__" in script
-
-
 def test_the_examples_of_the_tutorials_run(openmpi: Mpi, tmp_path: Path) -> None:
     page = (ROOT / "docs/tutorial/custom-model.md").read_text()
     assert (ROOT / "examples/custom_model.py").read_text().split('"""\n\n')[1] in page

@@ -357,7 +357,8 @@ def test_restarts_under_supervise_are_warm(mpi: Mpi, tmp_path: Path) -> None:
     text = SCRIPT.replace("FAULT", strike).replace("RESUME", '"never"')
     text = text.replace(
         "def main():",
-        "def main():\n    print('warm' if 'MPITRAIN_PROXY' in os.environ else 'cold')",
+        "def main():\n    print('warm' if 'MPITRAIN_PROXY' in os.environ else 'cold')\n"
+        "    print('socket', socket_path(os.environ))",
     )
     head = "import time\nfrom mpitrain.warm.fork_server import socket_path\n"
     (tmp_path / "train.py").write_text(head + text)
@@ -367,5 +368,6 @@ def test_restarts_under_supervise_are_warm(mpi: Mpi, tmp_path: Path) -> None:
     starts = re.findall("warm|cold", done.out)
     assert starts[-6:] == ["warm"] * 6, done.out + done.err
     assert len(re.findall("supervise: restart", done.err)) == 2, done.err
-    left = Path(f"/tmp/mpitrain-{os.getuid()}")
-    assert not list(left.glob(".mpitrain-*")) if left.exists() else True
+    sockets = set(re.findall(r"socket (\S+)", done.out))
+    assert sockets
+    assert not [path for path in sockets if Path(path).exists()]

@@ -149,7 +149,7 @@ def test_facts_name_fields_that_there_are(kind: Any) -> None:
         ("--tf32 --no-tf32", {"tf32": False}),
         ("--no_new_run=False", {"new_run": True}),
         ("--num-workers 3 --image-size None", {"num_workers": 3}),
-        ("--num-workers auto --weights None", {}),
+        ("--num-workers auto --weights None", {"num_workers": "auto"}),
         ("--log=csv wandb --lr 1", {"log": ("csv", "wandb"), "lr": 1.0}),
         ("--log csv --log wandb", {"log": ("wandb",)}),
         ("--log", {}),

@@ -90,7 +90,10 @@ def test_a_site_is_known_by_its_name() -> None:
 @pytest.mark.parametrize(
     ("words", "error"),
     [
-        (["--log", "acne"], "expected csv, tensorboard, wandb, mlflow, trackio, acme"),
+        (
+            ["--log", "acne"],
+            "expected csv, tensorboard, wandb, mlflow, trackio, openmetrics, acme",
+        ),
         (["--task", "acme-flo"], "Did you mean 'acme-flow'"),
     ],
 )

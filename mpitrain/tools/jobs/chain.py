@@ -30,10 +30,9 @@ from mpitrain.schedulers import detect, pbs, slurm
 # Variable with the number of a PBS job in its chain; the first has none.
 JOB_NUMBER = "MPITRAIN_JOB_NUMBER"
 ENCODED_ARGS = "MPITRAIN_ARGS"  # base64, which the script decodes
-MAX_FAILURES = 2  # of one cause in a row without progress, after which no start follows
-MAX_CAUSES = (
-    4  # likewise of any cause: several faults may strike between two checkpoints
-)
+# After so many failures in a row without progress no start follows: of one cause, and
+# of any, since several faults may strike between two checkpoints.
+MAX_OF_ONE_CAUSE, MAX_FAILURES = 2, 4
 # Which rank has it is chance; another error would come back in any of them.
 OF_ITS_RANK = re.compile("died without|host is lost|launcher is gone|wrongly")
 SHORT_SECONDS = 30.0  # a start that ends sooner has done nothing, if nobody knows
@@ -60,8 +59,7 @@ class Chain:
         self.run_dir, self.job_number, self.max_jobs = run_dir, job_number, max_jobs
         self.max_restarts, self.num_restarts = max_restarts, 0
         self.step = _furthest_step(run_dir)
-        self.num_failures = 0  # in a row, without progress
-        self._num_of_cause, self._cause = 0, ""  # likewise, of the last cause
+        self._causes: list[str] = []  # of failures in a row, without progress
         if job_number > max_jobs:  # evicted in its last job
             raise LaunchError(self._had_its_jobs(job_number - 1))
 
@@ -88,7 +86,7 @@ class Chain:
         # A resumed training has a shorter record.
         self.step = max(step_before, _furthest_step(self.run_dir), step)
         if self.step > step_before:
-            self.num_failures = self._num_of_cause = 0
+            self._causes.clear()
         if status == 0:
             return "end"
         if status == UsageError.exit_status and self.step == 0:
@@ -97,11 +95,11 @@ class Chain:
         ended = error or f"ended with status {status}"
         if status != Stopped.exit_status:
             if self.run_dir is not None or self.max_restarts is None:
-                self.num_failures += self.step <= step_before
+                has_progress = self.step > step_before
             else:  # a script without a run folder shows no other progress
-                is_short = seconds < SHORT_SECONDS
-                self.num_failures = self.num_failures + 1 if is_short else 0
-            if self._came_back(error) or self.num_failures >= MAX_CAUSES:
+                has_progress = seconds >= SHORT_SECONDS
+            self._causes = [] if has_progress else [*self._causes, _cause_of(error)]
+            if self._has_come_back() or self.num_failures >= MAX_FAILURES:
                 where = f"{self.run_dir}/logs" if self.run_dir else "its output"
                 _print(
                     f"{self.name} failed {self.num_failures} times without progress, "
@@ -122,13 +120,15 @@ class Chain:
             return "end"
         return "requeue"
 
-    def _came_back(self, error: str) -> bool:
-        """Whether the last failures, without progress, had one cause."""
-        before, self._cause = self._cause, _cause_of(error)
-        is_same = not before or not self._cause or before == self._cause
-        self._num_of_cause = self._num_of_cause + 1 if is_same else 1
-        self._num_of_cause = min(self._num_of_cause, self.num_failures)
-        return self._num_of_cause >= MAX_FAILURES
+    @property
+    def num_failures(self) -> int:
+        """How often it has failed in a row without progress."""
+        return len(self._causes)
+
+    def _has_come_back(self) -> bool:
+        """Whether the last failures had one cause; one that is not known may be any."""
+        last = self._causes[-MAX_OF_ONE_CAUSE:]
+        return len(last) == MAX_OF_ONE_CAUSE and len({*filter(None, last)}) < 2
 
     def _restart(self, ended: str) -> Action:
         at = f"at step {self.step}: {ended}"

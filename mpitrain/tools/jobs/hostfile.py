@@ -13,7 +13,7 @@ from __future__ import annotations
 import re
 import sys
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -102,6 +102,8 @@ class HostfileConfig:
     """Maximum number of nodes; the others are spare."""
     min_nodes: int = setting(1, minimum=1)
     """Minimum number of nodes; fewer are an error."""
+    exclude: tuple[str, ...] = setting((), metavar="HOST [HOST ...]")
+    """Nodes to leave out, with their domain or without."""
     output: Path | None = None
     """File to write; never left half-written. Default: standard output."""
 
@@ -118,15 +120,9 @@ class HostfileConfig:
 
 
 def text_of(
-    config: HostfileConfig,
-    environ: Mapping[str, str],
-    mpirun: Sequence[str] = (),
-    exclude: Collection[str] = (),
+    config: HostfileConfig, environ: Mapping[str, str], mpirun: Sequence[str] = ()
 ) -> str:
-    """Return the host file; `mpirun` has the words that start it, for --probe.
-
-    Hosts of the names ``exclude``, with a domain or without, are left out.
-    """
+    """Return the host file; `mpirun` has the words that start it, for --probe."""
     if config.probe != bool(mpirun):
         raise UsageError(
             "hostfile --probe needs the words that start mpirun after --, and nothing "
@@ -145,7 +141,7 @@ def text_of(
         comment, nodes = f"# {job}\n", _with_gpu_slots(nodes, config.gpus, job)
     if config.slots is not None:
         nodes = tuple(replace(n, slots=config.slots) for n in nodes)
-    short = {name.partition(".")[0] for name in exclude}
+    short = {name.partition(".")[0] for name in config.exclude}
     nodes = tuple(n for n in nodes if n.hostname.partition(".")[0] not in short)
     if config.probe:
         nodes = _usable(nodes, mpirun, config.probe_seconds, environ)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from mpitrain.errors import MpitrainError, UsageError
@@ -34,7 +34,7 @@ class NodeChoice:
         self.probe: list[str] = []
         self._file, self._environ = file, environ
         self._lost: tuple[str, ...] = ()
-        self._wrong: tuple[str, ...] = ()  # of these a probe finds nothing
+        self._wrong: tuple[str, ...] = ()  # they compute wrongly, and answer a probe
         launcher = words.launcher
         self._config = HostfileConfig(
             format=launcher.host_file_format,
@@ -89,7 +89,7 @@ class NodeChoice:
         lost = (*self._lost, hostname)
         try:
             before, text = (
-                text_of(self._config, self._environ, exclude=it)
+                text_of(replace(self._config, exclude=it), self._environ)
                 for it in (self._lost, lost)
             )
         except MpitrainError:  # too few are left
@@ -104,11 +104,5 @@ class NodeChoice:
     def begin_probe(self) -> list[str]:
         """Return the words of `probe`; nodes that were lost are tried again."""
         self._lost = self._wrong
-        return self.probe
-
-    def end_probe(self) -> None:
-        """Leave out of the new file what answers, and computes wrongly."""
-        if self._wrong and self._file.exists():
-            lines = self._file.read_text().splitlines(keepends=True)
-            kept = [it for it in lines if re.split(r"[\s:]", it)[0] not in self._wrong]
-            write_atomic(self._file, "".join(kept))
+        words = ["--exclude", *self._wrong] if self._wrong else []
+        return [*self.probe[:4], *words, *self.probe[4:]]

@@ -36,6 +36,7 @@ from mpitrain.checkpoint.memory_folder import remove_all
 from mpitrain.errors import Stopped, UsageError
 from mpitrain.launch.env_checks import STATUS_FILE, may_restart
 from mpitrain.mpi.launchers import LAUNCHERS, Launcher, LauncherName
+from mpitrain.record.cost import end_job
 from mpitrain.record.jsonl import changed_at
 from mpitrain.record.run_dir import read_result
 from mpitrain.record.runs import is_finished
@@ -184,13 +185,15 @@ class Supervisor:
         Some launchers end with 0 though they have lost a node, or with a status of
         their own: then it is the one that rank zero has written, or 1 instead of 0.
         """
-        file = Path(environ[STATUS_FILE])
+        file, began = Path(environ[STATUS_FILE]), time.time()
         status = self.run(
             command,
             environ,
             send_usr2=launcher.forwards_usr2,
             has_failed=partial(_is_failed, file) if may_restart(environ) else None,
         )
+        if (run := opened_run(environ)) is not None:
+            end_job(run.run_dir, began)
         if status == 0 or not launcher.passes_status:
             try:
                 status = int(file.read_text())
@@ -316,7 +319,6 @@ def _train(
         if probes and nodes.probe:
             # Those without a host file find a node that does not work by themselves.
             status = supervisor.run(nodes.begin_probe(), environ, send_usr2=True)
-            nodes.end_probe()
         if supervisor.is_stopping:
             status = Stopped.exit_status  # nothing was started or has failed
         elif status == 0:
@@ -348,6 +350,8 @@ def _train(
         bad = BAD_HOST.match(supervisor.error)
         is_wrong = bad is not None and "wrongly" in bad[2]
         if bad and nodes.leave_out(bad[1], is_wrong=is_wrong):
+            why = "this rank computes wrongly" if is_wrong else bad[2]
+            print(f"left out: {bad[1]}: {why}", file=sys.stderr, flush=True)
             probes = False
         else:
             # A process that dies, or raises, says so; a node that is gone does not.

@@ -20,6 +20,7 @@ from mpitrain.errors import UsageError, did_you_mean
 from mpitrain.files import replacing, write_atomic, write_json
 from mpitrain.launch.job import heartbeat
 from mpitrain.models.summary import summary_line, summary_table
+from mpitrain.record.cost import Costs
 from mpitrain.record.environment import describe, node_lines
 from mpitrain.record.fingerprints import Fingerprints
 from mpitrain.record.health import HealthCheck
@@ -146,6 +147,7 @@ def callbacks_of_run(
         summary,
         RankTimes(run_dir, start_seconds),
         *([Loggers(run_dir, run_id=run_id, **of_log)] if config.log else []),
+        Costs(run_dir),
         HealthCheck(run_dir),
         choose_progress(config.progress, seconds_left),
         Fingerprints(run_dir, config.fingerprint),

@@ -16,6 +16,7 @@ from mpitrain.errors import Stopped, UsageError
 from mpitrain.files import read_yaml, write_atomic
 from mpitrain.flags import PROGRAM, read_flags
 from mpitrain.plugins import require
+from mpitrain.record.loggers.base import FILE_LOGGERS
 from mpitrain.record.runs import Exists, RunFolder, differences, is_finished, open_run
 from mpitrain.settings import Flag
 from mpitrain.tools.train.task_flags import task_flags, task_in
@@ -40,7 +41,7 @@ class PreparedRun:
 
 def prepare(config: TrainConfig) -> PreparedRun:
     """Make the run folder, or open the existing one."""
-    for logger in {*LOGGERS[1:]}.intersection(config.log):
+    for logger in {*LOGGERS}.difference(FILE_LOGGERS).intersection(config.log):
         require(logger, f"--log {logger}")
     name = config.name
     if config.dry_run and name is not None:

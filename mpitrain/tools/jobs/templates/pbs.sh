@@ -2,7 +2,7 @@
 {% set account_line = "#PBS -A " %}
 {% block usage %}
 #     qsub THIS_SCRIPT                           {{ from_where }}
-#     qsub -v ARGS="--epochs 20" THIS_SCRIPT     more {{ "arguments for your script" if is_script else "flags for mpitrain" }}
+#     qsub -v ARGS="{{ "--lr 0.1" if is_script else "--epochs 20" }}" THIS_SCRIPT     more {{ "arguments for your script" if is_script else "flags for mpitrain" }}
 {% if jobs > 1 and not is_script %}
 #     qsub -N OTHER THIS_SCRIPT                  another training: its run has this name
 {% endif %}

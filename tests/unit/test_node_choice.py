@@ -1,0 +1,36 @@
+"""Nodes that are left out of a start: lost ones until a probe, wrong ones for good."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from mpitrain.cli import main
+from mpitrain.mpi.launchers import LAUNCHERS
+from mpitrain.tools.jobs.launch_words import parse_words
+from mpitrain.tools.jobs.node_choice import NodeChoice
+
+
+def test_a_node_that_computes_wrongly_is_in_no_later_probe(tmp_path: Path) -> None:
+    hosts, file = tmp_path / "all", tmp_path / "chosen"
+    hosts.write_text("a.x.org slots=2\nb slots=2\nc slots=2\n")
+    words = f"mpirun --hostfile {hosts} python -m mpitrain".split()
+    choice = NodeChoice(
+        parse_words(words, LAUNCHERS["openmpi"]),
+        {},
+        file,
+        limit=None,
+        minimum=1,
+        seconds=9.0,
+    )
+    assert choice.leave_out("b")
+    assert file.read_text() == "a.x.org slots=2\nc slots=2\n"
+    assert "--exclude" not in choice.begin_probe(), "it may be there again"
+    assert choice.leave_out("a", is_wrong=True)
+    assert choice.leave_out("c")
+    assert file.read_text() == "b slots=2\n"
+    probe = choice.begin_probe()
+    assert probe[probe.index("--exclude") + 1] == "a"
+    # The command leaves it out; without a probe, which needs the hosts.
+    flags = [it for it in probe[4 : probe.index("--")] if it != "--probe"]
+    assert main(["hostfile", *flags]) == 0
+    assert file.read_text() == "b slots=2\nc slots=2\n"
