@@ -102,6 +102,11 @@ def launched_size(environ: Mapping[str, str]) -> int:
     return max(*sizes, _first(environ, RANK_VARIABLES, 0) + 1)
 
 
+def launched_local_size(environ: Mapping[str, str]) -> int:
+    """Return how many processes the launcher started on this node; 1: not known."""
+    return _first(environ, LOCAL_SIZE_VARIABLES, 1)
+
+
 def is_on_one_node(environ: Mapping[str, str]) -> bool:
     """Whether this job is on this node alone, as far as the launcher tells."""
     if not was_launched(environ):

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import logging
 import multiprocessing
 import os
-import sys
 from collections.abc import Mapping, MutableMapping
 from dataclasses import replace
 from datetime import timedelta
@@ -26,6 +24,7 @@ from mpitrain.flags import PROGRAM
 from mpitrain.launch import cpu, gpu
 from mpitrain.launch.consistency import check_consistency
 from mpitrain.launch.env_checks import RANK_PID, lone_in_allocation, part_of_het_job
+from mpitrain.launch.import_torch import import_torch
 from mpitrain.launch.job import Job, start_job
 from mpitrain.launch.read_ahead import read_ahead
 from mpitrain.launch.rendezvous import select, store, transports
@@ -105,7 +104,7 @@ def prepare(
             except Exception as error:  # the import does without
                 logger.info("torch was not read ahead: %r", error)
         barrier(on_node)  # the others would fetch the same pages one by one
-        all_or_none(comm, _import_torch, "import torch")
+        all_or_none(comm, import_torch, "import torch")
     with job.start_step("devices"):
         world = gpu.assign_devices(comm, on_node, world, config, variables)
         on_node.Free()
@@ -157,31 +156,6 @@ def init_process_group(
             timeout=timedelta(seconds=timeout_seconds),
             device_id=torch.device(world.device) if "ccl" in world.backend else None,
         )
-
-
-def _import_torch() -> None:
-    """Import torch; without the package ``cuda.bindings`` if there is no CUDA driver.
-
-    It takes 7 % of the CPU time of the import (torch 2.14.1). Torch does without where
-    it is not installed, as beside torch's builds for CPUs.
-    """
-    name = "cuda.bindings"
-    is_hidden = not {"torch", name} & sys.modules.keys() and not _has_cuda_driver()
-    if is_hidden:
-        sys.modules[name] = None  # type: ignore[assignment] # as if not installed
-    try:
-        import torch.distributed  # noqa: F401
-    finally:
-        if is_hidden:
-            del sys.modules[name]
-
-
-def _has_cuda_driver() -> bool:
-    try:
-        ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return False
-    return True
 
 
 def _prepare_torch(

@@ -61,6 +61,8 @@ class Launcher:
     daemons: tuple[str, ...] = ()  # of what starts the ranks on each node
     version: str = ""  # pattern of what it answers to --version
     libraries: tuple[str, ...] = ()  # families of `LIBRARIES` it starts; (): unknown
+    # A rank may be a fork of another process, which then starts MPI (tried).
+    serves_forks: bool = False
     # It starts libraries of its own version, to the second number; one of another
     # family it starts, and that one ends in MPI_Init.
     wants_its_version: bool = False
@@ -87,6 +89,7 @@ LAUNCHERS: dict[str, Launcher] = {
         daemons=("prted", "orted"),
         version=r"\((?:Open MPI|PRRTE)\) (\S+)",
         libraries=("Open MPI",),
+        serves_forks=True,
         wants_its_version=True,
     ),
     "mpich": Launcher(
@@ -103,6 +106,7 @@ LAUNCHERS: dict[str, Launcher] = {
         daemons=("hydra_pmi_proxy",),
         version=r"HYDRA build details:\s*Version:\s*(\S+)",
         libraries=MPICH_FAMILIES,
+        serves_forks=True,
     ),
     "intel": Launcher(
         title="Intel MPI's mpirun",

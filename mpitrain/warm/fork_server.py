@@ -33,6 +33,7 @@ from typing import IO, Any
 from mpitrain.errors import LaunchError, UsageError
 from mpitrain.files import make_private_folder
 from mpitrain.launch.env_checks import STATUS_FILE, was_launched
+from mpitrain.launch.import_torch import import_torch
 from mpitrain.warm.process_state import (
     READ_AT_IMPORT,
     ProcessState,
@@ -46,12 +47,14 @@ SOCKET = "MPITRAIN_FORK_SERVER"
 
 MODULES = (
     "torch.distributed",
-    "torchvision",
     "mpi4py",
     "mpitrain.tools.train.run",
     "mpitrain.launch.run_script",
 )
-"""What a rank of a training imports, but for MPI itself."""
+"""What each rank of a training imports, but for MPI itself."""
+
+MORE_MODULES = ("torchvision",)
+"""What many of them import; it takes as long again, since it imports torch._dynamo."""
 
 REQUEST_SECONDS = 5.0  # how long a proxy may take to send its request
 LOCK_SECONDS = 3.0  # for a server that is about to end
@@ -69,10 +72,14 @@ def socket_path(environ: Mapping[str, str]) -> Path:
     """Return where this machine's fork server is: the user's, or of `supervise`."""
     status = environ.get(STATUS_FILE)
     name = "fork-server" if status is None else Path(status).parent.name
+    return Path(environ.get(SOCKET, default_path(name)))
+
+
+def default_path(name: str) -> Path:
+    """Return the place of a socket on this machine, in a folder of this user alone."""
     # Containers may share a machine's files, and not its name.
     hostname = socket.gethostname().partition(".")[0]
-    default = f"/tmp/mpitrain-{os.getuid()}/{name}-{hostname}"
-    return Path(environ.get(SOCKET, default))
+    return Path(f"/tmp/mpitrain-{os.getuid()}/{name}-{hostname}")
 
 
 class ForkServer:
@@ -81,9 +88,17 @@ class ForkServer:
     Args:
         path: Of its socket, in a folder of this user alone.
         idle_seconds: How long it waits without a fork before it ends.
+        modules: What it imports.
+        lock: Its lock beside the socket, if it is held already.
     """
 
-    def __init__(self, path: Path, idle_seconds: float) -> None:
+    def __init__(
+        self,
+        path: Path,
+        idle_seconds: float,
+        modules: Sequence[str] = (*MODULES, *MORE_MODULES),
+        lock: IO[bytes] | None = None,
+    ) -> None:
         self._identity = identity()
         self._variables = dict(os.environ)
         self._parent = os.getppid()
@@ -96,17 +111,19 @@ class ForkServer:
         self._renew_at = 0.0
         self._checked_at = 0.0
         self.path = path
-        self._lock = _lock(path)
+        self._lock = lock or _lock(path)
         os.sched_setaffinity(0, range(os.cpu_count() or 1))  # mpirun may have bound it
-        self._import()
+        self._import(modules)
         self._files = _files_of_modules()
         self._socket = _listen(path)
 
-    def _import(self) -> None:
+    def _import(self, modules: Sequence[str]) -> None:
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-        for name in MODULES:
+        gc.disable()  # it takes a fifth of the time of the imports
+        import_torch()
+        for name in modules:
             importlib.import_module(name)
-        gc.collect()
+        gc.enable()
         gc.freeze()  # a collection in a fork would copy every page
         if (pid := _fork()) == 0:
             os._exit(0)

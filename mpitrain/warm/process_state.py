@@ -139,7 +139,7 @@ class ProcessState:
             variables=dict(os.environ),
             folder=os.getcwd(),
             umask=umask,
-            descriptors=_inherited(),
+            descriptors=inherited_files(),
             limits={str(it): resource.getrlimit(it) for it in _LIMITS},
             cores=sorted(os.sched_getaffinity(0)),
             nice=os.getpriority(os.PRIO_PROCESS, 0),
@@ -182,7 +182,7 @@ class ProcessState:
         moved = [fcntl.fcntl(it, fcntl.F_DUPFD_CLOEXEC, above) for it in received]
         number = fcntl.fcntl(keep.fileno(), fcntl.F_DUPFD_CLOEXEC, above)
         keep.close()
-        for old in {*received, *_inherited()}:  # and the server's, such as PMI_FD
+        for old in {*received, *inherited_files()}:  # and the server's, such as PMI_FD
             os.close(old)
         for old, wanted in zip(moved, self.descriptors, strict=True):
             os.dup2(old, wanted)
@@ -233,7 +233,7 @@ def _stream(stream: TextIO) -> TextIOWrapper:
     return cast("TextIOWrapper", stream)  # as Python makes stdout and stderr
 
 
-def _inherited() -> list[int]:
+def inherited_files() -> list[int]:
     """Return the open files that Python has not opened: its own end at an exec."""
     found = []
     for name in os.listdir("/proc/self/fd"):  # noqa: PTH208

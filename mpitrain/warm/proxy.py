@@ -22,6 +22,7 @@ from mpitrain.warm.fork_server import (
     socket_path,
 )
 from mpitrain.warm.process_state import ProcessState, identity
+from mpitrain.warm.start_server import server_of_start
 from mpitrain.watchdog.process import has_signal, launchers_of
 
 ANSWER_SECONDS = 10.0  # after which a rank begins cold
@@ -41,12 +42,15 @@ def start_warm() -> None:
     words = sys.argv[1:]
     path = socket_path(os.environ)
     if (
-        not os.path.exists(path)  # noqa: PTH110 - False, too, where it may not be seen
-        or (words and words[0] not in COMMANDS and not words[0].startswith("-"))
+        (words and words[0] not in COMMANDS and not words[0].startswith("-"))
         or not was_launched(os.environ)
         or forget_parent(dict(os.environ))
     ):
         return
+    if not os.path.exists(path):  # noqa: PTH110 - False, too, where it may not be seen
+        if (of_start := server_of_start(os.environ)) is None:
+            return
+        path = of_start
     # Closed at the end: a fork that is late ends without having begun.
     with socket.socket(socket.AF_UNIX) as server, ExitStack() as stack:
         try:

@@ -35,8 +35,8 @@ import mpitrain
 STAGES = {
     "before MPI starts": "begin = job.start_mpi\n"
     "job.start_mpi = lambda **words: (strike(), begin(**words))[1]\n",
-    "in import torch": "begin = stages._import_torch\n"
-    "stages._import_torch = lambda: (strike(), begin())[1]\n",
+    "in import torch": "begin = stages.import_torch\n"
+    "stages.import_torch = lambda: (strike(), begin())[1]\n",
     "at the network": "begin = stages.select.find_rendezvous\n"
     "stages.select.find_rendezvous = lambda *w: (strike(), begin(*w))[1]\n",
     "at the store": "begin = stages.store.open_store\n"

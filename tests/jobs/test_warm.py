@@ -215,17 +215,21 @@ for _ in range(1200):
 
 @contextlib.contextmanager
 def staying_job(
-    mpi: Mpi, folder: Path, act: str = ""
+    mpi: Mpi, folder: Path, act: str = "", *, of_start: bool = False
 ) -> Iterator[tuple[subprocess.Popen[str], list[int], list[int]]]:
-    """A warm job of two ranks, the process ids of its forks, and of their proxies."""
+    """A warm job of two ranks, the process ids of its forks, and of their proxies.
+
+    ``of_start``: on one core, so that the start has a fork server of its own.
+    """
     script = write(folder, STAYS.replace("ACT", act))
     with subprocess.Popen(
         [
+            *(ON_ONE_CORE if of_start else ()),
             *(str(mpi.mpirun), "-np", "2", *mpi.flags, sys.executable),
             *("-m", "mpitrain", "run", script),
         ],
         cwd=folder,
-        env=environment(mpi, **server_variables(folder)),
+        env=environment(mpi, **({} if of_start else server_variables(folder))),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -245,6 +249,14 @@ def staying_job(
             yield job, forks, proxies
         finally:
             send_signal([*survivors(forks), *survivors(proxies), job.pid])
+
+
+ON_ONE_CORE = ("taskset", "-c", str(min(os.sched_getaffinity(0))))
+
+
+def of_start() -> set[Path]:
+    """The files of fork servers of one start."""
+    return set(Path(f"/tmp/mpitrain-{os.getuid()}").glob("start-*"))
 
 
 def wait_until_gone(pids: Sequence[int]) -> None:
@@ -371,3 +383,68 @@ def test_restarts_under_supervise_are_warm(mpi: Mpi, tmp_path: Path) -> None:
     sockets = set(re.findall(r"socket (\S+)", done.out))
     assert sockets
     assert not [path for path in sockets if Path(path).exists()]
+
+
+@under_each_mpi
+def test_ranks_that_outnumber_the_cores_import_once(mpi: Mpi, tmp_path: Path) -> None:
+    before = of_start()
+    show = "import os; print('fork' if 'MPITRAIN_PROXY' in os.environ else 'itself')"
+    script = write(tmp_path, show)
+    for expected, variables, num_ranks in (
+        (["fork", "fork"], {}, 2),
+        (["itself", "itself"], {"MPITRAIN_FORK_SERVER": "none"}, 2),
+        (["itself"], {}, 1),  # it has a core
+    ):
+        done = subprocess.run(
+            [
+                *(*ON_ONE_CORE, str(mpi.mpirun), "-np", str(num_ranks), *mpi.flags),
+                *(sys.executable, "-m", "mpitrain", "run", script),
+            ],
+            cwd=tmp_path,
+            env=environment(mpi, **variables),
+            capture_output=True,
+            text=True,
+            timeout=100,
+        )
+        assert done.stdout.split() == expected, done.stdout + done.stderr
+        assert "cold start" not in done.stderr, done.stderr
+    end = time.monotonic() + 10
+    while of_start() - before:
+        assert time.monotonic() < end, of_start() - before
+        time.sleep(0.1)
+
+
+@under_two
+def test_a_server_of_a_start_ends_with_its_ranks(mpi: Mpi, tmp_path: Path) -> None:
+    for victim in ("fork", "proxy", "server", "mpirun"):
+        (folder := tmp_path / victim).mkdir()
+        with staying_job(mpi, folder, of_start=True) as (job, forks, proxies):
+            server = int(Path(f"/proc/{forks[0]}/stat").read_text().split()[3])
+            pids = {"fork": forks[1], "proxy": proxies[0], "server": server}
+            os.kill(pids.get(victim, job.pid), signal.SIGKILL)
+            wait_until_gone([*forks, *proxies, server])
+            assert job.wait(30) != 0
+
+
+def test_a_server_of_a_start_that_cannot_import_is_no_error(tmp_path: Path) -> None:
+    """What torch's import raises is told by the ranks, and files of the killed go."""
+    mpi = find("openmpi-5")
+    (tmp_path / "torch.py").write_text("raise ImportError('torch is broken here')")
+    folder = Path(f"/tmp/mpitrain-{os.getuid()}")
+    for stale in (folder / "start-1.1-0-a", folder / "start-1.1-0-a.lock"):
+        folder.mkdir(mode=0o700, exist_ok=True)
+        stale.touch()
+    done = subprocess.run(
+        [
+            *(*ON_ONE_CORE, str(mpi.mpirun), "-np", "2", *mpi.flags),
+            *(sys.executable, "-m", "mpitrain", *TRAINING),
+        ],
+        cwd=tmp_path,
+        env=environment(mpi, PYTHONPATH=str(tmp_path)),
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "torch is broken here" in done.stderr
+    assert not list(folder.glob("start-1.1-0-a*"))

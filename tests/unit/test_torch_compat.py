@@ -104,8 +104,8 @@ def test_dynamo_is_imported_by_its_first_use_alone(use: str) -> None:
 
 IMPORT = """
 import importlib.util, sys
-from mpitrain.launch.init import _import_torch
-_import_torch()
+from mpitrain.launch.import_torch import import_torch
+import_torch()
 import torch
 print(torch.cuda._utils._HAS_CUDA_BINDINGS)
 if importlib.util.find_spec("cuda"):
