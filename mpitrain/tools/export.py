@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,6 +26,7 @@ from mpitrain.data.samples import digest
 from mpitrain.errors import UsageError
 from mpitrain.files import filling, replacing
 from mpitrain.models.build import build_model
+from mpitrain.models.state_dict_file import write_state_dict
 from mpitrain.plugins import is_reference
 from mpitrain.settings import setting
 from mpitrain.tools import export_folder
@@ -186,7 +188,13 @@ def _write(
     elif kind == "dcp":
         export_folder.write_dcp(path, weights, metadata["extra_state"])
     elif kind == "state_dict":
-        torch.save({**weights.read_all(), **metadata["extra_state"]}, path)
+        outline = {
+            name: torch.empty(of.shape, dtype=of.dtype, device="meta")
+            for name, of in weights.stored.items()
+        }
+        extra = metadata["extra_state"]
+        values = ((name, weights.read(name)) for name in outline)
+        write_state_dict(path, outline | extra, chain(values, extra.items()))
     else:
         model = _rebuild(weights.read_all(), metadata, config.model)
         if config.normalize:

@@ -429,12 +429,13 @@ class Engine:
         """See `mpitrain.models.model_config`; local."""
         return model_config(self.model)
 
-    def full_state_dict(self) -> dict[str, Any]:
-        """Return what `Trainer.state_dict` does."""
+    def full_state(self) -> Iterator[tuple[str, Any]]:
+        """Give what `Trainer.state_dict` returns, value by value; collective."""
         with self.optimizer.ema_weights():
             if self.part.model is self.model:
-                return self.strategy.full_state_dict()
-            return copy_to_cpu(self.model.state_dict())
+                yield from self.strategy.full_state()
+            else:
+                yield from copy_to_cpu(self.model.state_dict()).items()
 
     def close(self) -> None:
         """End the worker processes, and make trainable what was; local."""

@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 from torch import nn
 import mpitrain
+from mpitrain.tools.train import callbacks
 
 def memory(name):
     status = Path("/proc/self/status").read_text()
@@ -41,6 +42,11 @@ class Load(mpitrain.Callback):
             with Peak(name):
                 mpitrain.load_weights(trainer.model, "weights.safetensors")
 
+class ModelFile(callbacks.ModelFile):
+    def on_fit_end(self, trainer):
+        with Peak("model_file"):
+            super().on_fit_end(trainer)
+
 class Checkpointer(mpitrain.Checkpointer):
     def setup(self, trainer):
         with Peak("restore"):
@@ -66,8 +72,8 @@ with mpitrain.init(device="cpu") as world:
     saves = Checkpointer(
         f"runs/{config.epochs}", every_epochs=None, every_minutes=None, resume=resume
     )
-    callbacks = [Load(), saves]
-    trainer = Trainer(model, data, None, config, loss=loss, callbacks=callbacks)
+    used = [Load(), saves, ModelFile(Path(f"model-{config.epochs}.pt"))]
+    trainer = Trainer(model, data, None, config, loss=loss, callbacks=used)
     trainer.fit()
     with Peak("gather"):
         state = trainer.state_dict()
@@ -75,6 +81,9 @@ with mpitrain.init(device="cpu") as world:
     if world.is_rank_zero:
         from safetensors.torch import save_file
         save_file(state, "weights.safetensors")
+        written = torch.load(f"model-{config.epochs}.pt")
+        assert all(map(torch.equal, state.values(), written.values()))
+        assert list(state) == list(written)
 """
 
 
@@ -105,6 +114,7 @@ def test_no_rank_holds_more_than_its_shard_or_one_whole_model(
         assert zero["gather"] < 1.25 * MEGABYTES
         assert one["gather"] < 0.25 * MEGABYTES
         assert max(zero["restore"], one["restore"]) < 0.25 * MEGABYTES
+        assert max(zero["model_file"], one["model_file"]) < 0.25 * MEGABYTES
         assert zero["gather"] > 0.8 * MEGABYTES  # it is measured at all
 
 

@@ -19,6 +19,7 @@ from mpitrain.console import say, shown
 from mpitrain.errors import UsageError, did_you_mean
 from mpitrain.files import replacing, write_atomic, write_json
 from mpitrain.launch.job import heartbeat
+from mpitrain.models.state_dict_file import write_state_dict
 from mpitrain.models.summary import summary_line, summary_table
 from mpitrain.record.cost import Costs
 from mpitrain.record.environment import describe, node_lines
@@ -165,10 +166,16 @@ class ModelFile(Callback):
     def on_fit_end(self, trainer: Trainer) -> None:
         """Save it, completely or not at all."""
         heartbeat("writing the weights")
-        state = trainer.state_dict()
-        if trainer.engine.world.is_rank_zero:
-            with replacing(self._path) as beside:
-                torch.save(state, beside)
+        engine = trainer.engine
+        values = engine.full_state()
+        if not engine.world.is_rank_zero:
+            dict(values)  # it is collective
+            return
+        with replacing(self._path) as beside:
+            if engine.strategy.is_sharded:
+                write_state_dict(beside, engine.model.state_dict(), values)
+            else:
+                torch.save(dict(values), beside)
 
 
 class RunSummary(Callback):

@@ -328,12 +328,19 @@ class Strategy:
     def reshard(self) -> None:
         """Shard weights again that a pass has gathered: they have changed; local."""
 
+    def full_state(self) -> Iterator[tuple[str, Any]]:
+        """Give a plain ``state_dict`` on the CPU, value by value; collective.
+
+        Sharded ones are given on rank zero alone, each gathered when it is asked for.
+        """
+        yield from copy_to_cpu(self.model.state_dict()).items()
+
     def full_state_dict(self) -> dict[str, Any]:
         """Return a plain ``state_dict`` on the CPU; complete on rank zero only.
 
         Collective if `is_sharded`.
         """
-        return copy_to_cpu(self.model.state_dict())
+        return dict(self.full_state())
 
 
 def _find_buffers(model: nn.Module) -> dict[str, tuple[nn.Module, str, torch.Size]]:

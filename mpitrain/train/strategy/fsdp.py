@@ -88,18 +88,16 @@ class FSDPStrategy(Strategy):
         """Free the weights that a pass has gathered: they have changed; local."""
         reshard([self.model])
 
-    def full_state_dict(self) -> dict[str, Any]:
-        """Gather the whole ``state_dict`` on rank zero's CPU; collective.
+    def full_state(self) -> Iterator[tuple[str, Any]]:
+        """Give the ``state_dict`` on rank zero's CPU, weight by weight; collective.
 
-        Weight by weight: no other rank, and no GPU, has more than one of them.
+        No other rank, and no GPU, has more than one of them.
         """
-        whole: dict[str, Any] = {}
         for name, value in self.model.state_dict().items():
             if hasattr(value, "full_tensor"):  # with cpu_offload it is on the CPU
                 value = value.to(value.device_mesh.device_type).full_tensor()
             if self.world.is_rank_zero:
-                whole |= copy_to_cpu({name: value})
-        return whole
+                yield from copy_to_cpu({name: value}).items()
 
 
 def fully_shard_model(

@@ -1,0 +1,75 @@
+"""A ``state_dict`` in a file, as `torch.save` writes it, with one weight in memory."""
+
+from __future__ import annotations
+
+import struct
+import zipfile
+import zlib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.serialization import skip_data
+
+# Of PKWARE's APPNOTE.TXT, 4.3.7 and 4.3.12: fixed sizes, and where the checksum is.
+HEADER, HEADER_SUM, HEADER_LENGTHS = 30, 14, 26
+ENTRY, ENTRY_SUM = 46, 16
+
+
+def write_state_dict(
+    path: Path, outline: Mapping[str, Any], weights: Iterable[tuple[str, Tensor]]
+) -> None:
+    """Write a file for `torch.load`; each weight is written when it comes.
+
+    One with extra states, which may hold anything, is in memory as a whole.
+
+    Args:
+        path: Of a file that is replaced.
+        outline: The ``state_dict``; only shapes and dtypes of its tensors are used.
+        weights: Each value of the outline by its name, on the CPU.
+    """
+    if not all(isinstance(value, Tensor) for value in outline.values()):
+        torch.save(dict(weights), path)
+        return
+    # Memory that is never touched takes none.
+    empty = {
+        name: torch.empty(value.shape, dtype=value.dtype)
+        for name, value in outline.items()
+    }
+    with skip_data():  # it leaves gaps, and the checksums of what it has not read
+        torch.save(empty, path)
+    records = _records(path)
+    places = {name: records[str(number)] for number, name in enumerate(outline)}
+    with path.open("r+b") as file:
+        for name, weight in weights:
+            begin, *sums = places[name]
+            flat = weight.contiguous().reshape(-1).view(torch.uint8)
+            data = flat.numpy().data
+            file.seek(begin)
+            file.write(data)
+            for place in sums:
+                file.seek(place)
+                file.write(struct.pack("<I", zlib.crc32(data)))
+
+
+def _records(path: Path) -> dict[str, tuple[int, int, int]]:
+    """Return where each record of a tensor begins, and where its checksums are.
+
+    torch numbers them as it meets them: ``archive/data/0``, ``archive/data/1``, ...
+    """
+    found = {}
+    with zipfile.ZipFile(path) as archive, path.open("rb") as file:
+        entry = archive.start_dir
+        for info in archive.infolist():
+            file.seek(info.header_offset + HEADER_LENGTHS)
+            lengths = struct.unpack(
+                "<HH", file.read(4)
+            )  # of the name, and what follows
+            begin = info.header_offset + HEADER + sum(lengths)
+            _, _, name = info.filename.partition("/data/")
+            found[name] = begin, info.header_offset + HEADER_SUM, entry + ENTRY_SUM
+            lengths = (len(info.orig_filename.encode()), len(info.extra))
+            entry += ENTRY + sum(lengths) + len(info.comment)
+    return found
