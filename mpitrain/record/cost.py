@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mpitrain.files import read_json, write_json
+from mpitrain.launch.env_checks import STATUS_FILE
 from mpitrain.mpi.collectives import MPI_PROCESS
 from mpitrain.mpi.world import World
 from mpitrain.record.energy import open_meter
@@ -135,18 +136,20 @@ def describe_job(world: World, path: Path) -> dict[str, Any]:
     began = time.time() - age_seconds(launcher)
     job: dict[str, Any] = {"id": f"{world.hostname} {launcher}"}
     cores = sum(node.num_cores for node in world.nodes)
+    gpus = sum(len(set(node.gpus)) for node in world.nodes)
     if (record := read_job(os.environ)) is not None:
         began, scheduler = record.started, detect(os.environ)
         job["id"] = f"{scheduler.name} {scheduler.job_id} {began:.0f}"
         job["queue_seconds"] = began - record.queued
-        if record.num_nodes == world.num_nodes:
+        # `supervise` has the whole job: its spare and its lost nodes are paid, too.
+        if STATUS_FILE in os.environ or record.num_nodes == world.num_nodes:
             cores = record.num_cores  # of idle ones, too
+            gpus = gpus * record.num_nodes // world.num_nodes
     beside = [jobs_in(file) for file in path.parent.parent.glob(f"*/{FILE}")]
     for it in itertools.chain.from_iterable(beside):
         if it["id"] == job["id"]:
             began = max(began, it["ended"])
             job["queue_seconds"] = 0.0
-    gpus = sum(len(set(node.gpus)) for node in world.nodes)
     return {**job, "began": began, "ended": began, "cores": cores, "gpus": gpus}
 
 
