@@ -34,6 +34,7 @@ from mpitrain.errors import LaunchError, UsageError
 from mpitrain.files import make_private_folder
 from mpitrain.launch.env_checks import STATUS_FILE, was_launched
 from mpitrain.launch.import_torch import import_torch
+from mpitrain.launch.read_ahead import read_ahead
 from mpitrain.warm.process_state import (
     READ_AT_IMPORT,
     ProcessState,
@@ -89,7 +90,8 @@ class ForkServer:
         path: Of its socket, in a folder of this user alone.
         idle_seconds: How long it waits without a fork before it ends.
         modules: What it imports.
-        lock: Its lock beside the socket, if it is held already.
+        lock: Its lock beside the socket, if it is held already. Then the server is of
+            one start, and does not begin anew: its command line is that of a rank.
     """
 
     def __init__(
@@ -111,6 +113,7 @@ class ForkServer:
         self._renew_at = 0.0
         self._checked_at = 0.0
         self.path = path
+        self._is_of_start = lock is not None
         self._lock = lock or _lock(path)
         os.sched_setaffinity(0, range(os.cpu_count() or 1))  # mpirun may have bound it
         self._import(modules)
@@ -120,6 +123,8 @@ class ForkServer:
     def _import(self, modules: Sequence[str]) -> None:
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
         gc.disable()  # it takes a fifth of the time of the imports
+        with contextlib.suppress(Exception):  # the import does without
+            read_ahead(lambda: None)
         import_torch()
         for name in modules:
             importlib.import_module(name)
@@ -265,8 +270,9 @@ class ForkServer:
             return "the fork server ends"
         self._renew_at = time.monotonic() + RENEWAL_SECONDS
         if file := self._changed_file():
-            self._renewal, self._renewal_folder = self._variables, "."
-            return f"{file} has changed; the fork server starts anew"
+            if not self._is_of_start:
+                self._renewal, self._renewal_folder = self._variables, "."
+            return f"{file} has changed since the fork server has imported it"
         name = difference(self._identity, theirs)
         if not name:
             return ""
@@ -274,7 +280,7 @@ class ForkServer:
         reason = f"{name} is {there!r}, and {here!r} in the fork server"
         if len(reason) > MAX_REASON:
             reason = f"{name} is another one in the fork server"
-        if is_renewable(name):
+        if is_renewable(name) and not self._is_of_start:
             is_read = READ_AT_IMPORT.match
             variables, self._renewal_folder = state["variables"], state["folder"]
             kept = {k: v for k, v in self._variables.items() if not is_read(k)}

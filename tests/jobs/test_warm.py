@@ -426,6 +426,45 @@ def test_a_server_of_a_start_ends_with_its_ranks(mpi: Mpi, tmp_path: Path) -> No
             assert job.wait(30) != 0
 
 
+CHANGES = """
+import os, sys
+from pathlib import Path
+from mpitrain.warm import fork_server
+
+if "mpitrain" in sys.orig_argv:
+    with open(Path(__file__).with_name("begun"), "a") as file:
+        file.write("once\\n")
+
+def listen(path, begin=fork_server._listen):
+    os.utime(__file__)
+    return begin(path)
+
+fork_server._listen = listen
+"""
+
+
+def test_a_server_of_a_start_whose_files_change_begins_nothing(tmp_path: Path) -> None:
+    """Its command line is that of a rank: begun anew it would train once more."""
+    mpi = find("openmpi-5")
+    (tmp_path / "sitecustomize.py").write_text(CHANGES)
+    script = write(tmp_path, "import time; time.sleep(3); print('ran', flush=True)")
+    done = subprocess.run(
+        [
+            *(*ON_ONE_CORE, str(mpi.mpirun), "-np", "2", *mpi.flags),
+            *(sys.executable, "-m", "mpitrain", "run", script),
+        ],
+        cwd=tmp_path,
+        env=environment(mpi, PYTHONPATH=str(tmp_path)),
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.stdout.split() == ["ran", "ran"], done.stdout + done.stderr
+    assert done.stderr.count("cold start: ") == 1, done.stderr
+    assert (tmp_path / "begun").read_text().split() == ["once", "once"]
+    assert done.returncode == 0, done.stderr
+
+
 def test_a_server_of_a_start_that_cannot_import_is_no_error(tmp_path: Path) -> None:
     """What torch's import raises is told by the ranks, and files of the killed go."""
     mpi = find("openmpi-5")

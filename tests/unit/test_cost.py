@@ -4,7 +4,7 @@ The counters are files in a folder that stands for ``/sys``: the machines of the
 have none that can be read. What they hold is made up, in the kernel's form. `scontrol`
 and `qstat` are stand-ins that print a record; tests/cluster/test_cost.py has a real
 SLURM, and no test has a real PBS. By hand, on an OpenPBS of three hosts, the sums were
-those of `qstat -x` to 0.5 %: a finished job, a killed rank, a lost node with a spare one.
+those of `qstat -x`: of a finished job, a killed rank, a lost node with a spare one.
 """
 
 from __future__ import annotations
