@@ -23,27 +23,32 @@ def write_state_dict(
 ) -> None:
     """Write a file for `torch.load`; each weight is written when it comes.
 
-    One with extra states, which may hold anything, is in memory as a whole.
+    One with extra states, or sparse tensors, is in memory as a whole.
 
     Args:
         path: Of a file that is replaced.
         outline: The ``state_dict``; only shapes and dtypes of its tensors are used.
         weights: Each value of the outline by its name, on the CPU.
+
+    Raises:
+        ValueError: A weight is missing, or not as in the outline.
     """
-    if not all(isinstance(value, Tensor) for value in outline.values()):
+    if not all(map(_is_dense, outline.values())):
         torch.save(dict(weights), path)
         return
-    # Memory that is never touched takes none.
-    empty = {
-        name: torch.empty(value.shape, dtype=value.dtype)
-        for name, value in outline.items()
-    }
+    empty = {name: _untouched(value) for name, value in outline.items()}
     with skip_data():  # it leaves gaps, and the checksums of what it has not read
         torch.save(empty, path)
     records = _records(path)
     places = {name: records[str(number)] for number, name in enumerate(outline)}
     with path.open("r+b") as file:
         for name, weight in weights:
+            expected = empty.pop(name)
+            if (weight.shape, weight.dtype) != (expected.shape, expected.dtype):
+                raise ValueError(
+                    f"{name} is {weight.dtype} {tuple(weight.shape)}; expected "
+                    f"{expected.dtype} {tuple(expected.shape)}"
+                )
             begin, *sums = places[name]
             flat = weight.contiguous().reshape(-1).view(torch.uint8)
             data = flat.numpy().data
@@ -52,6 +57,22 @@ def write_state_dict(
             for place in sums:
                 file.seek(place)
                 file.write(struct.pack("<I", zlib.crc32(data)))
+    if empty:
+        raise ValueError(f"no numbers came of {', '.join(empty)}")
+
+
+def _is_dense(value: Any) -> bool:
+    is_tensor = isinstance(value, Tensor)
+    return is_tensor and value.layout == torch.strided and not value.is_quantized
+
+
+def _untouched(value: Tensor) -> Tensor:
+    """Return a tensor like another; memory that is never touched takes none."""
+    # `torch.empty` would fill it where algorithms are to be deterministic.
+    num_bytes = value.numel() * value.dtype.itemsize
+    storage = torch.UntypedStorage(num_bytes)  # type: ignore[no-untyped-call]
+    strides = torch.empty(value.shape, device="meta").stride()
+    return torch.empty(0, dtype=value.dtype).set_(storage, 0, value.shape, strides)
 
 
 def _records(path: Path) -> dict[str, tuple[int, int, int]]:

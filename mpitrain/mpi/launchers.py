@@ -222,7 +222,10 @@ CONNECTIONS = re.compile(
 """Variables by which MPI_Init finds the launcher, without the ranks and sizes, which
 scripts read (tried: Open MPI 5.0.11, 4.1.8, MPICH 5.0.2)."""
 
-CONNECTED = {"PMIX_NAMESPACE", *SOCKETS}  # of those, what a launcher always sets
+JOB_VARIABLE = "PMIX_NAMESPACE"
+"""Variable of a job's name, where one daemon may have several jobs."""
+
+CONNECTED = {JOB_VARIABLE, *SOCKETS}  # of those, what a launcher always sets
 
 NO_FABRIC_PROBE = {"OMPI_MCA_btl": "^ofi"}
 """Settings for every start: Open MPI's btl/ofi asks libfabric for every provider, which

@@ -429,6 +429,10 @@ class Engine:
         """See `mpitrain.models.model_config`; local."""
         return model_config(self.model)
 
+    def full_state_dict(self) -> dict[str, Any]:
+        """Return what `Trainer.state_dict` does."""
+        return dict(self.full_state())
+
     def full_state(self) -> Iterator[tuple[str, Any]]:
         """Give what `Trainer.state_dict` returns, value by value; collective."""
         with self.optimizer.ema_weights():

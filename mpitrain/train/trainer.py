@@ -373,7 +373,7 @@ class Trainer:
         """
         if self._final_state is not None:
             return self._final_state
-        return dict(self.engine.full_state())
+        return self.engine.full_state_dict()
 
     def evaluate(self) -> Evaluation:
         """Evaluate the model, or its EMA, on the validation data.
@@ -475,7 +475,7 @@ class Trainer:
             return
         with init(**self.config.launch.as_arguments()) as self.world:
             yield
-            self._final_state = dict(self.engine.full_state())
+            self._final_state = self.engine.full_state_dict()
 
     @contextlib.contextmanager
     def _set_up_once(self) -> Iterator[Engine]:

@@ -46,6 +46,9 @@ from mpitrain.warm.process_state import (
 SOCKET = "MPITRAIN_FORK_SERVER"
 """Variable that names the socket of a fork server, in place of the usual one."""
 
+NONE = "none"
+"""Its value where each rank shall import by itself."""
+
 MODULES = (
     "torch.distributed",
     "mpi4py",
@@ -73,14 +76,14 @@ def socket_path(environ: Mapping[str, str]) -> Path:
     """Return where this machine's fork server is: the user's, or of `supervise`."""
     status = environ.get(STATUS_FILE)
     name = "fork-server" if status is None else Path(status).parent.name
-    return Path(environ.get(SOCKET, default_path(name)))
-
-
-def default_path(name: str) -> Path:
-    """Return the place of a socket on this machine, in a folder of this user alone."""
     # Containers may share a machine's files, and not its name.
     hostname = socket.gethostname().partition(".")[0]
-    return Path(f"/tmp/mpitrain-{os.getuid()}/{name}-{hostname}")
+    return Path(environ.get(SOCKET, private_folder() / f"{name}-{hostname}"))
+
+
+def private_folder() -> Path:
+    """Return where the sockets of this user are, on each machine."""
+    return Path(f"/tmp/mpitrain-{os.getuid()}")
 
 
 class ForkServer:
@@ -115,7 +118,8 @@ class ForkServer:
         self.path = path
         self._is_of_start = lock is not None
         self._lock = lock or _lock(path)
-        os.sched_setaffinity(0, range(os.cpu_count() or 1))  # mpirun may have bound it
+        if not self._is_of_start:  # mpirun may have bound it
+            os.sched_setaffinity(0, range(os.cpu_count() or 1))
         self._import(modules)
         self._files = _files_of_modules()
         self._socket = _listen(path)
@@ -153,7 +157,7 @@ class ForkServer:
             signal.signal(number, signal.SIG_IGN)
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
         if was_launched(os.environ):  # mpirun may be killed
-            _end_with_parent(self._parent, signal.SIGTERM)
+            end_with_parent(self._parent)
         idle_since = time.monotonic()
         with selectors.DefaultSelector() as selector:
             self._own = [woken, wakes, selector]
@@ -270,9 +274,10 @@ class ForkServer:
             return "the fork server ends"
         self._renew_at = time.monotonic() + RENEWAL_SECONDS
         if file := self._changed_file():
-            if not self._is_of_start:
-                self._renewal, self._renewal_folder = self._variables, "."
-            return f"{file} has changed since the fork server has imported it"
+            if self._is_of_start:
+                return f"{file} has changed since the fork server has imported it"
+            self._renewal, self._renewal_folder = self._variables, "."
+            return f"{file} has changed; the fork server starts anew"
         name = difference(self._identity, theirs)
         if not name:
             return ""
@@ -321,13 +326,16 @@ def _lock(path: Path) -> IO[bytes]:
 
 
 def _listen(path: Path) -> socket.socket:
-    path.unlink(missing_ok=True)
+    # Its name is there from `bind` on, before it listens: a rank would be refused.
+    early = path.with_name(f"{path.name}~")
+    early.unlink(missing_ok=True)
     own = socket.socket(socket.AF_UNIX)
     try:
-        own.bind(str(path))
+        own.bind(str(early))
     except OSError as error:
         raise UsageError(f"no socket can be at {path}: {error}") from None
     own.listen(1024)
+    early.rename(path)
     return own
 
 
@@ -364,7 +372,7 @@ def _fork() -> int:
         return os.fork()
 
 
-def _end_with_parent(pid: int, number: int) -> None:
+def end_with_parent(pid: int, number: int = signal.SIGTERM) -> None:
     """Let this process get a signal when its parent, `pid`, ends."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
     if os.getppid() != pid:
@@ -379,14 +387,18 @@ def _become(
     for number in (signal.SIGCHLD, *_ENDING, *_OF_RANKS):
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    _end_with_parent(server, signal.SIGKILL)
+    end_with_parent(server, signal.SIGKILL)
     try:
         lifeline = state.take(files, lifeline)
     except Exception as error:  # it must not go on as a second server
         _send(lifeline, {"cold": str(error)})
         os._exit(1)
     _send(lifeline, {"pid": os.getpid()})
-    if lifeline.recv(1) != b"g":
+    try:
+        is_begun = lifeline.recv(1) == b"g"
+    except OSError:  # the proxy has begun cold, and left an answer unread
+        is_begun = False
+    if not is_begun:
         os._exit(1)
     lifeline.close()
 

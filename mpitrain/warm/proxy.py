@@ -13,16 +13,19 @@ from contextlib import ExitStack, suppress
 from typing import Any, NoReturn
 
 from mpitrain.files import make_private_folder
+from mpitrain.flags import HELP_FLAGS
 from mpitrain.launch.env_checks import forget_parent, launched_rank, was_launched
 from mpitrain.warm.fork_server import (
     LENGTH,
     MAX_FILES,
+    NONE,
+    SOCKET,
     STATUS,
     read_answer,
     socket_path,
 )
 from mpitrain.warm.process_state import ProcessState, identity
-from mpitrain.warm.start_server import server_of_start
+from mpitrain.warm.start_server import NotServed, server_of_start
 from mpitrain.watchdog.process import has_signal, launchers_of
 
 ANSWER_SECONDS = 10.0  # after which a rank begins cold
@@ -37,18 +40,27 @@ NOT_PASSED_ON = {
 def start_warm() -> None:
     """Run the command of this rank in a fork of the fork server, and end as it ends.
 
-    Returns if it must begin cold: no server, no rank, or one that is not equal.
+    Returns if it must begin cold: no server, no rank, or one that is not equal. It also
+    returns in the fork.
     """
     words = sys.argv[1:]
     path = socket_path(os.environ)
     if (
         (words and words[0] not in COMMANDS and not words[0].startswith("-"))
+        or not HELP_FLAGS.isdisjoint(words)
+        or os.environ.get(SOCKET) == NONE
         or not was_launched(os.environ)
         or forget_parent(dict(os.environ))
     ):
         return
     if not os.path.exists(path):  # noqa: PTH110 - False, too, where it may not be seen
-        if (of_start := server_of_start(os.environ)) is None:
+        try:
+            of_start = server_of_start(os.environ)
+        except NotServed as reason:
+            if str(reason):
+                _say_cold(str(reason))
+            return
+        if of_start is None:  # a fork: it has its command line, and goes on
             return
         path = of_start
     # Closed at the end: a fork that is late ends without having begun.
@@ -67,8 +79,12 @@ def start_warm() -> None:
             answer = {"cold": f"no answer of the fork server: {error}"}
         if "cold" not in answer:
             _stand_for(answer["pid"], server, lifeline, state.descriptors)
+    _say_cold(answer["cold"])
+
+
+def _say_cold(reason: str) -> None:
     if launched_rank(os.environ) == 0:
-        print(f"cold start: {answer['cold']}", file=sys.stderr, flush=True)
+        print(f"cold start: {reason}", file=sys.stderr, flush=True)
 
 
 def _ask(server: socket.socket, state: ProcessState) -> dict[str, Any]:

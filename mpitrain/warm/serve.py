@@ -8,6 +8,7 @@ import time
 from dataclasses import dataclass
 
 from mpitrain.console import say
+from mpitrain.errors import UsageError
 from mpitrain.launch.env_checks import STATUS_FILE
 from mpitrain.settings import check_values, setting
 
@@ -25,8 +26,10 @@ class ServeConfig:
 
 def serve(config: ServeConfig) -> None:
     """Serve until it is idle, or ended by Ctrl-C; returns in each fork, a rank."""
-    from mpitrain.warm.fork_server import ForkServer, socket_path
+    from mpitrain.warm.fork_server import NONE, SOCKET, ForkServer, socket_path
 
+    if os.environ.get(SOCKET) == NONE:
+        raise UsageError(f"found {SOCKET}={NONE}, by which each rank imports: unset it")
     began = time.monotonic()
     # That of `supervise` ends with it, however late the first fault is.
     idle_seconds = math.inf if STATUS_FILE in os.environ else 60 * config.idle_minutes

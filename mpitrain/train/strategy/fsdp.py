@@ -91,7 +91,8 @@ class FSDPStrategy(Strategy):
     def full_state(self) -> Iterator[tuple[str, Any]]:
         """Give the ``state_dict`` on rank zero's CPU, weight by weight; collective.
 
-        No other rank, and no GPU, has more than one of them.
+        Rank zero has as many of them as its caller keeps; no other rank, and no GPU,
+        has more than one.
         """
         for name, value in self.model.state_dict().items():
             if hasattr(value, "full_tensor"):  # with cpu_offload it is on the CPU
