@@ -326,8 +326,9 @@ def _lock(path: Path) -> IO[bytes]:
 
 
 def _listen(path: Path) -> socket.socket:
-    # Its name is there from `bind` on, before it listens: a rank would be refused.
-    early = path.with_name(f"{path.name}~")
+    # Its name is there from `bind` on, before it listens: a rank would be refused. No
+    # longer name: 107 bytes are the limit.
+    early = path.with_name(f"{path.name[:-1]}~")
     early.unlink(missing_ok=True)
     own = socket.socket(socket.AF_UNIX)
     try:
