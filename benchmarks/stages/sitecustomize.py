@@ -99,8 +99,8 @@ class _Finder(importlib.abc.MetaPathFinder):
         path: Sequence[str] | None,
         target: ModuleType | None = None,
     ) -> ModuleSpec | None:
-        then = _THEN.pop(fullname, None)
-        if then is None:
+        # Also asked for by who does not import it: the callback waits for the import.
+        if fullname not in _THEN:
             return None
         others = (finder for finder in sys.meta_path if finder is not self)
         specs = (finder.find_spec(fullname, path, target) for finder in others)
@@ -111,7 +111,8 @@ class _Finder(importlib.abc.MetaPathFinder):
 
         def executed(module: ModuleType) -> None:
             execute(module)
-            then(module)
+            if then := _THEN.pop(fullname, None):
+                then(module)
 
         spec.loader.exec_module = executed  # type: ignore[method-assign]
         return spec

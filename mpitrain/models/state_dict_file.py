@@ -85,12 +85,10 @@ def _records(path: Path) -> dict[str, tuple[int, int, int]]:
         entry = archive.start_dir
         for info in archive.infolist():
             file.seek(info.header_offset + HEADER_LENGTHS)
-            lengths = struct.unpack(
-                "<HH", file.read(4)
-            )  # of the name, and what follows
-            begin = info.header_offset + HEADER + sum(lengths)
+            of_name, of_extra = struct.unpack("<HH", file.read(4))
+            begin = info.header_offset + HEADER + of_name + of_extra
             _, _, name = info.filename.partition("/data/")
             found[name] = begin, info.header_offset + HEADER_SUM, entry + ENTRY_SUM
-            lengths = (len(info.orig_filename.encode()), len(info.extra))
-            entry += ENTRY + sum(lengths) + len(info.comment)
+            # The extra field is another one than in the header.
+            entry += ENTRY + of_name + len(info.extra) + len(info.comment)
     return found

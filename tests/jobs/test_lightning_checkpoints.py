@@ -1,4 +1,4 @@
-"""A training that Lightning has begun goes on as the page says, as Lightning would."""
+"""A training that Lightning has begun continues as the page says, as it would there."""
 
 from __future__ import annotations
 
