@@ -304,25 +304,43 @@ class ForkServer:
         return ""
 
 
+def lock_file(path: Path) -> Path:
+    """Return the file beside a socket that its server locks."""
+    return path.with_name(f"{path.name}.lock")
+
+
+def try_lock(path: Path) -> IO[bytes] | None:
+    """Lock the file beside a socket; ``None`` if another process has.
+
+    The kernel releases it when this process, and its forks that have it, end.
+    """
+    while True:
+        file = lock_file(path).open("ab")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.path.samestat(os.fstat(file.fileno()), lock_file(path).stat()):
+                return file
+        except BlockingIOError:
+            file.close()
+            return None
+        except FileNotFoundError:
+            pass
+        file.close()  # the file has been removed meanwhile
+
+
 def _lock(path: Path) -> IO[bytes]:
-    """Hold a lock beside the socket; the kernel releases it when this process ends."""
-    try:
-        make_private_folder(path.parent)
-        file = path.with_name(f"{path.name}.lock").open("ab")
-    except OSError as error:
-        raise UsageError(f"no place for the socket: {error}") from None
+    """Lock the file beside a socket; another server may be about to end."""
     end = time.monotonic() + LOCK_SECONDS
     while True:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            if time.monotonic() > end:
-                raise UsageError(
-                    f"another fork server listens at {path}; expected one"
-                ) from None
-            time.sleep(0.1)
-        else:
-            return file
+            make_private_folder(path.parent)
+            if (file := try_lock(path)) is not None:
+                return file
+        except OSError as error:
+            raise UsageError(f"no place for the socket: {error}") from None
+        if time.monotonic() > end:
+            raise UsageError(f"another fork server listens at {path}; expected one")
+        time.sleep(0.1)
 
 
 def _listen(path: Path) -> socket.socket:

@@ -60,7 +60,7 @@ def start_warm() -> None:
             if str(reason):
                 _say_cold(str(reason))
             return
-        if of_start is None:  # a fork: it has its command line, and goes on
+        if of_start is None:  # this is a fork: a rank
             return
         path = of_start
     # Closed at the end: a fork that is late ends without having begun.

@@ -26,7 +26,9 @@ from mpitrain.warm.fork_server import (
     SOCKET,
     ForkServer,
     end_with_parent,
+    lock_file,
     private_folder,
+    try_lock,
 )
 from mpitrain.warm.process_state import identity, inherited_files
 from mpitrain.watchdog.process import Ancestor, launchers_of, name_of
@@ -47,7 +49,7 @@ class NotServed(Exception):
 def server_of_start(environ: Mapping[str, str]) -> Path | None:
     """Return the socket of this start's fork server, once that has imported torch.
 
-    ``None``: this is a fork of it, which goes on as a rank.
+    ``None``: this is a fork of it, which is a rank from here on.
 
     Raises:
         NotServed: This rank imports by itself.
@@ -58,7 +60,7 @@ def server_of_start(environ: Mapping[str, str]) -> Path | None:
             raise NotServed
         path = private_folder() / f"{PREFIX}{_key(launcher, environ)}"
         make_private_folder(path.parent)
-        lock = _lock(path)
+        lock = try_lock(path)
         if lock is not None:
             path.unlink(missing_ok=True)  # of one that was killed
             own, rank = _own_cores(launcher), os.getpid()
@@ -106,30 +108,9 @@ def _key(launcher: Ancestor, environ: Mapping[str, str]) -> str:
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
 
 
-def _lock(path: Path) -> IO[bytes] | None:
-    """Lock the file beside a socket; ``None`` if another process has."""
-    name = path.with_name(f"{path.name}.lock")
-    while True:
-        file = name.open("ab")
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if _is_at(file, name):
-                return file
-        except BlockingIOError:
-            file.close()
-            return None
-        file.close()  # it has been removed meanwhile
-
-
-def _is_at(file: IO[bytes], name: Path) -> bool:
-    with contextlib.suppress(FileNotFoundError):
-        return os.path.samestat(os.fstat(file.fileno()), name.stat())
-    return False
-
-
 def _wait(path: Path) -> None:
     """Wait for the socket; `NotServed` if its server has ended, or takes too long."""
-    name, end = path.with_name(f"{path.name}.lock"), time.monotonic() + IMPORT_SECONDS
+    name, end = lock_file(path), time.monotonic() + IMPORT_SECONDS
     while not path.exists():
         try:
             with name.open("rb") as file:
@@ -169,7 +150,7 @@ def _remove_stale(path: Path) -> None:
     for file in path.parent.glob(f"{PREFIX}*.lock"):
         other = file.with_suffix("")
         with contextlib.suppress(OSError):
-            if other != path and (lock := _lock(other)) is not None:
+            if other != path and (lock := try_lock(other)) is not None:
                 with lock:
                     other.unlink(missing_ok=True)
                     file.unlink()

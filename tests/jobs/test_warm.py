@@ -256,6 +256,24 @@ def staying_job(
 ON_ONE_CORE = ("taskset", "-c", str(min(os.sched_getaffinity(0))))
 
 
+def on_one_core(
+    mpi: Mpi, folder: Path, num_ranks: int, *words: str, **variables: str
+) -> subprocess.CompletedProcess[str]:
+    """Run mpitrain where two ranks outnumber the cores."""
+    return subprocess.run(
+        [
+            *(*ON_ONE_CORE, str(mpi.mpirun), "-np", str(num_ranks), *mpi.flags),
+            *(sys.executable, "-m", "mpitrain", *words),
+        ],
+        cwd=folder,
+        env=environment(mpi, **variables),
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+
+
 def files_of_starts() -> set[Path]:
     """The files of fork servers of one start."""
     return set(Path(f"/tmp/mpitrain-{os.getuid()}").glob("start-*"))
@@ -397,17 +415,7 @@ def test_ranks_that_outnumber_the_cores_import_once(mpi: Mpi, tmp_path: Path) ->
         (["itself", "itself"], EACH_IMPORTS, 2),
         (["itself"], {}, 1),  # it has a core
     ):
-        done = subprocess.run(
-            [
-                *(*ON_ONE_CORE, str(mpi.mpirun), "-np", str(num_ranks), *mpi.flags),
-                *(sys.executable, "-m", "mpitrain", "run", script),
-            ],
-            cwd=tmp_path,
-            env=environment(mpi, **variables),
-            capture_output=True,
-            text=True,
-            timeout=100,
-        )
+        done = on_one_core(mpi, tmp_path, num_ranks, "run", script, **variables)
         # Two lines may be printed as one.
         found = re.findall("fork|itself", done.stdout)
         assert found == expected, done.stdout + done.stderr
@@ -452,17 +460,7 @@ def test_a_server_of_a_start_whose_files_change_begins_nothing(tmp_path: Path) -
     mpi = find("openmpi-5")
     (tmp_path / "sitecustomize.py").write_text(CHANGES)
     script = write(tmp_path, "import time; time.sleep(3); print('ran', flush=True)")
-    done = subprocess.run(
-        [
-            *(*ON_ONE_CORE, str(mpi.mpirun), "-np", "2", *mpi.flags),
-            *(sys.executable, "-m", "mpitrain", "run", script),
-        ],
-        cwd=tmp_path,
-        env=environment(mpi, PYTHONPATH=str(tmp_path)),
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
+    done = on_one_core(mpi, tmp_path, 2, "run", script, PYTHONPATH=str(tmp_path))
     assert done.stdout.split() == ["ran", "ran"], done.stdout + done.stderr
     assert done.stderr.count("cold start: ") == 1, done.stderr
     assert (tmp_path / "begun").read_text().split() == ["once", "once"]
@@ -481,17 +479,7 @@ def test_a_server_of_a_start_that_cannot_import_is_no_error(tmp_path: Path) -> N
         stale.touch()
     for words in (("--help",), TRAINING):
         assert not (tmp_path / "imported").exists()  # help needs no torch
-        done = subprocess.run(
-            [
-                *(*ON_ONE_CORE, str(mpi.mpirun), "-np", "2", *mpi.flags),
-                *(sys.executable, "-m", "mpitrain", *words),
-            ],
-            cwd=tmp_path,
-            env=environment(mpi, PYTHONPATH=str(tmp_path)),
-            capture_output=True,
-            text=True,
-            timeout=100,
-        )
+        done = on_one_core(mpi, tmp_path, 2, *words, PYTHONPATH=str(tmp_path))
     assert done.returncode == 1, done.stdout + done.stderr
     assert "cold start: no fork server: torch is broken here" in done.stderr
     assert done.stderr.count("torch is broken here") > 1, done.stderr
