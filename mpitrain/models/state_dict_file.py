@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.serialization import skip_data
 
 # Of PKWARE's APPNOTE.TXT, 4.3.7 and 4.3.12: fixed sizes, and where the checksum is.
@@ -23,7 +24,9 @@ def write_state_dict(
 ) -> None:
     """Write a file for `torch.load`; each weight is written when it comes.
 
-    One with extra states, or sparse tensors, is in memory as a whole.
+    The same values make the same bytes, wherever they were and with whatever strides.
+    Names of one tensor (tied weights) have one record. A ``state_dict`` with extra
+    states, or sparse tensors, is in memory as a whole.
 
     Args:
         path: Of a file that is replaced.
@@ -36,11 +39,19 @@ def write_state_dict(
     if not all(map(_is_dense, outline.values())):
         torch.save(dict(weights), path)
         return
-    empty = {name: _untouched(value) for name, value in outline.items()}
+    tensors: dict[tuple[object, ...], Tensor] = {}
+    empty = {
+        name: tensors.setdefault(_identity(value), _untouched(value))
+        for name, value in outline.items()
+    }
     with skip_data():  # it leaves gaps, and the checksums of what it has not read
         torch.save(empty, path)
     records = _records(path)
-    places = {name: records[str(number)] for number, name in enumerate(outline)}
+    # torch numbers them as it meets them: archive/data/0, archive/data/1, ...
+    number_of = {
+        id(value): str(number) for number, value in enumerate(tensors.values())
+    }
+    places = {name: records[number_of[id(value)]] for name, value in empty.items()}
     with path.open("r+b") as file:
         for name, weight in weights:
             expected = empty.pop(name)
@@ -66,6 +77,15 @@ def _is_dense(value: Any) -> bool:
     return is_tensor and value.layout == torch.strided and not value.is_quantized
 
 
+def _identity(value: Tensor) -> tuple[object, ...]:
+    """Return what is equal for the names of one tensor alone, sharded or not."""
+    if hasattr(value, "to_local"):  # a DTensor, whose import takes a second
+        value = value.to_local()
+    ref = StorageWeakRef(value.untyped_storage())  # type: ignore[no-untyped-call]
+    # Not its address: all tensors on `meta` have the same.
+    return ref.cdata, value.storage_offset(), value.shape, value.stride()
+
+
 def _untouched(value: Tensor) -> Tensor:
     """Return a tensor like another; memory that is never touched takes none."""
     # `torch.empty` would fill it where algorithms are to be deterministic.
@@ -76,10 +96,7 @@ def _untouched(value: Tensor) -> Tensor:
 
 
 def _records(path: Path) -> dict[str, tuple[int, int, int]]:
-    """Return where each record of a tensor begins, and where its checksums are.
-
-    torch numbers them as it meets them: ``archive/data/0``, ``archive/data/1``, ...
-    """
+    """Return where each record of a tensor begins, and where its checksums are."""
     found = {}
     with zipfile.ZipFile(path) as archive, path.open("rb") as file:
         entry = archive.start_dir

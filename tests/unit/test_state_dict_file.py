@@ -42,6 +42,36 @@ def test_it_is_read_as_what_torch_saves(
     assert zipfile.ZipFile(path).testzip() is None  # all checksums are right
 
 
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_names_of_one_tensor_have_one_record(device: str, tmp_path: Path) -> None:
+    with torch.device(device):
+        model = torch.nn.ModuleDict(
+            {"a": torch.nn.Linear(8, 100), "b": torch.nn.ReLU()}
+        )
+    model["b"].weight = model["a"].weight
+    outline = model.state_dict()
+    weights = {"a.weight": torch.randn(100, 8), "a.bias": torch.ones(100)}
+    weights["b.weight"] = weights["a.weight"]
+    path = tmp_path / "model.pt"
+    write_state_dict(path, outline, weights.items())
+    found = torch.load(path)
+    assert found.keys() == weights.keys()
+    assert all(torch.equal(found[name], it) for name, it in weights.items())
+    assert found["a.weight"].data_ptr() == found["b.weight"].data_ptr()
+
+
+def test_strides_and_order_do_not_change_the_bytes(tmp_path: Path) -> None:
+    images = torch.randn(4, 3, 5, 5)
+    other = images.to(memory_format=torch.channels_last)
+    for name, weight in ("plain", images), ("last", other):
+        (tmp_path / name).mkdir()
+        state = {"weight": weight, "bias": torch.ones(2)}
+        values = state.items() if name == "plain" else reversed(state.items())
+        write_state_dict(tmp_path / name / "model.pt", state, values)
+    files = [tmp_path / name / "model.pt" for name in ("plain", "last")]
+    assert files[0].read_bytes() == files[1].read_bytes()
+
+
 def test_memory_that_is_not_touched_is_not_filled_either(tmp_path: Path) -> None:
     """With deterministic algorithms torch fills what it allocates."""
     torch.use_deterministic_algorithms(mode=True)

@@ -10,7 +10,6 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-import torch
 import yaml
 
 from mpitrain.checkpoint.checkpointer import Checkpointer
@@ -172,10 +171,8 @@ class ModelFile(Callback):
             dict(values)  # it is collective
             return
         with replacing(self._path) as beside:
-            if engine.strategy.is_sharded:
-                write_state_dict(beside, engine.model.state_dict(), values)
-            else:
-                torch.save(dict(values), beside)
+            # Of any strategy: `torch.save` would write other bytes of the same weights.
+            write_state_dict(beside, engine.model.state_dict(), values)
 
 
 class RunSummary(Callback):
