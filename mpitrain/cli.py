@@ -126,6 +126,8 @@ def jobscript(argv: Sequence[str]) -> None:
     command = words[0] if words and words[0] in COMMANDS else "train"
     words = words[words[:1] == [command] :]
     # A mistake need not queue first.
+    if command == "train" and _is_script(words):
+        raise UsageError(f"found a script after --. Type: -- run {shlex.join(words)}")
     if (config.jobs > 1 and command == "run") != (config.run_dir is not None):
         raise UsageError(
             f"found --jobs {config.jobs}, --run-dir {config.run_dir} and {command!r}: "
@@ -339,9 +341,13 @@ def _write(text: str, file: Path | None) -> None:
         raise UsageError(f"--output {file} cannot be written: {reason}") from None
 
 
+def _is_script(words: Sequence[str]) -> bool:
+    return bool(words) and (words[0] == "-m" or Path(words[0]).suffix == ".py")
+
+
 def read_config(argv: Sequence[str]) -> TrainConfig:
     """Read a training's flags."""
-    if argv and (argv[0] == "-m" or Path(argv[0]).suffix == ".py"):
+    if _is_script(argv):
         raise UsageError(f"found a script. Type: {PROGRAM} run {shlex.join(argv)}")
     if argv and not argv[0].startswith("-"):
         raise UsageError(

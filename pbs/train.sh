@@ -51,7 +51,7 @@ if [[ -x $venv/bin/mpirun ]]; then
 fi
 
 # An Open MPI that was built for PBS ("tm") gets the nodes from PBS. Any other reads them
-# from a file, one line for each slot, and reaches them by ssh, with the variables of -x.
+# from a file, which `supervise` gives it, and reaches them by ssh, with the variables of -x.
 launchers=$(prte_info 2>/dev/null || ompi_info 2>/dev/null || true)
 if [[ $launchers != *"MCA plm: tm "* ]]; then
     for name in PATH LD_LIBRARY_PATH OMP_NUM_THREADS; do
@@ -83,9 +83,9 @@ fi
 # with 75; qstat says 271 after qdel.
 #
 # It leaves out nodes that do not answer, and submits this script again until the
-# training is finished, up to 20 jobs. The run, or sweep, has the job's name. Of
-# qsub's command line the next job gets ARGS and -N only: write the rest in here.
-# (Encoded, where qsub would change ARGS.)
+# training is finished, up to 20 jobs. The run, or sweep, has the job's name.
+# The next job gets only ARGS and -N of qsub's command line (ARGS encoded, where qsub
+# would change it): write other options for PBS into this script.
 export ARGS="${ARGS:-$(base64 -d <<<"${MPITRAIN_ARGS:-}")}"
 # shellcheck disable=SC2086
 exec python -m mpitrain supervise --jobs 20 --script "$0" -- \

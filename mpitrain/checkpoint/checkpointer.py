@@ -206,8 +206,8 @@ class Checkpointer(RunCheckpoints, Callback):
         changed = differences(found["config"], config, trainer.config.may_change)
         if is_own and changed:
             raise UsageError(
-                f"{path} was written with another configuration: "
-                f"{'; '.join(changed)}.\nExpected the same, or another run folder"
+                f"{path} was written with another configuration: {'; '.join(changed)}\n"
+                f"Expected the same, or a new folder, with resume={str(self.run_dir)!r}"
             ).on_all_ranks()
         if not is_own:
             check_same_steps(self.reader, config)

@@ -186,6 +186,7 @@ def test_a_word_that_no_line_can_hold_is_refused(word: str) -> None:
         (["--epochs", "0"], "--epochs must be at least 1"),
         (["train", "--lr", "fast"], "--lr"),
         (["scale"], "unknown command 'scale'. Expected one of train, run, sweep"),
+        (["train.py", "--lr", "1"], "Type: -- run train.py --lr 1"),
         (["run"], "nothing to run is named"),
         (["run", "nowhere.py"], "nowhere.py' cannot be read as a script"),
         (["run", "--hang-timeout", "x", __file__], "--hang-timeout: found 'x'"),

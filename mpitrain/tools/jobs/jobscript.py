@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
@@ -226,6 +226,7 @@ def text_of(
         "resources": [_filled("--resources", it, amounts) for it in config.resources],
         "from_where": from_where,
         "is_script": command == "run",
+        "is_check": command == "check",
         "venv": ("" if venv.is_absolute() else "$PWD/") + shlex.quote(str(venv)),
         "command": " stage -- python -m mpitrain" * config.stage
         + ("" if command == "train" else f" {command}"),
@@ -298,7 +299,13 @@ def read_site(name: str) -> dict[str, Any]:
     """Read the flags of a site; lists are of flags that may be given several times."""
     path = site_file(name)
     with usage_errors_in(f"--site {path}"):
-        return read_flag_file(path, "launcher: srun", as_words=True)
+        found = read_flag_file(path, "launcher: srun", as_words=True)
+        known = [it.name for it in fields(JobscriptConfig)]
+        for name in found:
+            if str(name).replace("-", "_") not in known:
+                meant = did_you_mean(str(name), known)
+                raise UsageError(f"{name}: no flag has this name.{meant}")
+        return found
 
 
 def notice_seconds(seconds: float) -> int:

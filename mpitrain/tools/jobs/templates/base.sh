@@ -1,5 +1,5 @@
 #!/bin/bash -l
-# Train on {{ nodes }} node{{ "s" if nodes > 1 else "" }}, {{ slots_per_node }} process{{ "es" if slots_per_node > 1 else "" }} on each{{ ", in as many jobs as it takes" if jobs > 1 else "" }}, under {{ scheduler | upper }}:
+# {{ "Check" if is_check else "Train on" }} {{ nodes }} node{{ "s" if nodes > 1 else "" }}, {{ slots_per_node }} process{{ "es" if slots_per_node > 1 else "" }} on each{{ ", in as many jobs as it takes" if jobs > 1 else "" }}, under {{ scheduler | upper }}:
 #
 {% block usage %}{% endblock %}
 #

@@ -2,7 +2,9 @@
 {% set account_line = "#PBS -A " %}
 {% block usage %}
 #     qsub THIS_SCRIPT                           {{ from_where }}
+{% if not is_check %}
 #     qsub -v ARGS="{{ "--lr 0.1" if is_script else "--epochs 20" }}" THIS_SCRIPT     more {{ "arguments for your script" if is_script else "flags for mpitrain" }}
+{% endif %}
 {% if jobs > 1 and not is_script %}
 #     qsub -N OTHER THIS_SCRIPT                  another training: its run has this name
 {% endif %}
@@ -57,7 +59,7 @@ if [[ -x $venv/bin/mpirun ]]; then
 fi
 
 # An Open MPI that was built for PBS ("tm") gets the nodes from PBS. Any other reads them
-# from a file, one line for each slot, and reaches them by ssh, with the variables of -x.
+# from a file, {{ "which `supervise` gives it" if jobs > 1 else "one line for each slot" }}, and reaches them by ssh, with the variables of -x.
 launchers=$(prte_info 2>/dev/null || ompi_info 2>/dev/null || true)
 if [[ $launchers != *"MCA plm: tm "* ]]; then
 {% if jobs == 1 %}
@@ -102,9 +104,9 @@ exec python -m mpitrain supervise {{ '--container "${container[*]@Q}" ' if conta
 {% else %}
 #
 # It {{ "leaves out nodes that do not answer, and " if can_choose }}submits this script again until the
-# training is finished, up to {{ jobs }} jobs.{{ '' if run_dir else " The run, or sweep, has the job's name." }} Of
-# qsub's command line the next job gets ARGS and -N only: write the rest in here.
-# (Encoded, where qsub would change ARGS.)
+# training is finished, up to {{ jobs }} jobs.{{ '' if run_dir else " The run, or sweep, has the job's name." }}
+# The next job gets only ARGS and -N of qsub's command line (ARGS encoded, where qsub
+# would change it): write other options for PBS into this script.
 export ARGS="${ARGS:-$(base64 -d <<<"${MPITRAIN_ARGS:-}")}"
 # shellcheck disable=SC2086
 exec python -m mpitrain supervise {{ '--container "${container[*]@Q}" ' if container }}{{ "--launcher %s " % launcher if launcher != "openmpi" else "" }}--jobs {{ jobs }}{{ " --restarts %d" % restarts if restarts is not none }}{{ " --run-dir " ~ run_dir if run_dir }}{{ " --nodes %d" % nodes if spare_nodes else "" }}{{ " --warm" if warm }} --script "$0" -- \

@@ -2,7 +2,9 @@
 {% set account_line = "#SBATCH --account=" %}
 {% block usage %}
 #     sbatch THIS_SCRIPT                   {{ from_where }}
+{% if not is_check %}
 #     sbatch THIS_SCRIPT {{ "--lr 0.1   " if is_script else "--epochs 20" }}       more {{ "arguments for your script" if is_script else "flags for mpitrain" }}
+{% endif %}
 {% if jobs > 1 and not is_script %}
 #     sbatch --job-name OTHER THIS_SCRIPT  another training: its run has this name
 {% endif %}
