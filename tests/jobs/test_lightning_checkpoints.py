@@ -104,10 +104,11 @@ def test_lightnings_training_goes_on_with_its_optimizer_and_schedule(
     )
     expected = json.loads((tmp_path / "losses.json").read_text())
     # The same order as Lightning's loaders, which do not shuffle.
-    call = "task=Continued())"
+    call = "task=Continued(), callbacks=callbacks"
     assert script.count(call) == 1
-    in_order = "sampler=lambda seed, epoch: range(len(train)), callbacks=[Losses()])"
-    script = script.replace(call, f"task=Continued(), {in_order}")
+    in_order = "sampler=lambda seed, epoch: range(len(train))"
+    more = f"task=Continued(), {in_order}, callbacks=[*callbacks, Losses()]"
+    script = script.replace(call, more)
     head, _, rest = script.partition("config = ")
     (tmp_path / "go_on.py").write_text(f"{head}{COMPARED}\nconfig = {rest}")
     done = mpirun(openmpi, 2, "go_on.py", cwd=tmp_path, timeout_seconds=120)
@@ -116,3 +117,28 @@ def test_lightnings_training_goes_on_with_its_optimizer_and_schedule(
     assert len(expected) == 6
     assert found[1:] == pytest.approx(expected, rel=1e-4)
     assert found[0] > found[-1] * 1.01  # before the first step, as Lightning left it
+    assert loss_of_export(tmp_path) == pytest.approx(found[-1], rel=1e-6)
+
+
+BACK = """
+import torch
+import torch.nn.functional as F
+from mine import make_net, val
+net = make_net()
+net.load_state_dict(torch.load("model.pt"))
+inputs, targets = val.tensors
+print(float(F.cross_entropy(net(inputs), targets)))
+"""
+
+
+def loss_of_export(folder: Path) -> float:
+    """Export as the page says, and load it into the module's model."""
+    (command,) = (
+        it.strip() for it in PAGE.read_text().splitlines() if " export " in it
+    )
+    words = [sys.executable, *command.split()[1:]]
+    for each in words, [sys.executable, "-c", BACK]:
+        done = subprocess.run(
+            each, cwd=folder, env=environment(), check=True, capture_output=True
+        )
+    return float(done.stdout)
