@@ -237,6 +237,7 @@ def test_mlflows_own_client_has_all_of_both_jobs(info: Any, trackers: Path) -> N
     assert run["points"]["val/iou_0.5_ _"] == [(4, 1.0)]
 
 
+@pytest.mark.slow
 def test_trials_at_once_share_mlflows_database(info: Any, trackers: Path) -> None:
     config = LogConfig(log=("mlflow",), log_every_steps=1)
     names = [f"trial-{number}" for number in range(4)]

@@ -491,6 +491,7 @@ def test_text_can_be_read_and_marks_can_be_seen(scheme: int) -> None:
         assert contrast(mark, of["paper"]) >= 3.0, mark
 
 
+@pytest.mark.slow
 def test_the_report_of_a_day_takes_seconds_and_less_than_two_megabytes(
     tmp_path: Path,
 ) -> None:

@@ -92,7 +92,16 @@ FROM_THREADS = (
 SUBMODULE = "import torch._dynamo.config; assert torch._dynamo.config.optimize_ddp"
 
 
-@pytest.mark.parametrize("use", [COMPILE, SHARD, SUBMODULE, DECORATED, FROM_THREADS])
+@pytest.mark.parametrize(
+    "use",
+    [
+        *(COMPILE, SUBMODULE),
+        *(
+            pytest.param(it, marks=pytest.mark.slow)
+            for it in (SHARD, DECORATED, FROM_THREADS)
+        ),
+    ],
+)
 def test_dynamo_is_imported_by_its_first_use_alone(use: str) -> None:
     script = [sys.executable, "-c", DEFER.replace("{use}", use)]
     done = subprocess.run(script, capture_output=True, text=True, check=False)

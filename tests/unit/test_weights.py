@@ -22,6 +22,7 @@ from mpitrain.models.weight_files import read_state
 from mpitrain.models.weights import load_state
 
 SIZES: dict[str, Any] = {"num_classes": 7, "in_channels": 3, "image_size": 32}
+LARGE = pytest.param("vit_b_32", marks=pytest.mark.slow)
 
 
 def build(name: str, file: Path, **sizes: int) -> tuple[nn.Module, str]:
@@ -44,8 +45,8 @@ def same(model: nn.Module, state: dict[str, Tensor]) -> bool:
 @pytest.mark.parametrize(
     "name",
     [
-        *("convnet", "resnet18", "mnasnet0_5", "densenet121", "vit_b_32"),
-        *("timm:test_vit", "timm:test_resnet"),
+        *("convnet", "resnet18", "mnasnet0_5", "densenet121"),
+        *("timm:test_vit", "timm:test_resnet", LARGE),
     ],
 )
 def test_weights_come_back_as_they_were_saved(name: str, tmp_path: Path) -> None:
@@ -83,7 +84,10 @@ def test_safetensors_are_read(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("name", "head"),
-    [("resnet18", "fc"), ("vit_b_32", "heads.head"), ("timm:test_vit", "head")],
+    [
+        *(("resnet18", "fc"), ("timm:test_vit", "head")),
+        pytest.param("vit_b_32", "heads.head", marks=pytest.mark.slow),
+    ],
 )
 def test_another_number_of_classes_leaves_the_head_out(
     name: str, head: str, tmp_path: Path
@@ -118,7 +122,7 @@ def test_other_channels_adapt_the_first_filters(
     torch.testing.assert_close(conv.weight.detach(), expected)
 
 
-@pytest.mark.parametrize("name", ["vit_b_32", "timm:test_vit"])
+@pytest.mark.parametrize("name", [LARGE, "timm:test_vit"])
 def test_position_embeddings_follow_the_image_size(name: str, tmp_path: Path) -> None:
     torch.save(state_of(name, image_size=64), tmp_path / "a.pt")
     model, _ = build(name, tmp_path / "a.pt", image_size=96)

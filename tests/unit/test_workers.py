@@ -28,8 +28,14 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("method", ["fork", "forkserver"])
-@pytest.mark.parametrize("num_bytes", [20, 76, 77, 200])
+@pytest.mark.parametrize(
+    ("num_bytes", "method"),
+    [
+        *((76, "forkserver"), (77, "forkserver")),
+        *(pytest.param(it, "forkserver", marks=pytest.mark.slow) for it in (20, 200)),
+        *(pytest.param(it, "fork", marks=pytest.mark.slow) for it in (20, 76, 77, 200)),
+    ],
+)
 def test_workers_hand_over_what_they_read_however_long_tmpdir_is(
     method: str, num_bytes: int, tmp_path: Path
 ) -> None:
