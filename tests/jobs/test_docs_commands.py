@@ -41,7 +41,6 @@ SETS_UP = "sets up an environment, or runs all tests"
 CORES = "wants 16 cores"
 CLUSTER = "stands for a job's own mpirun"
 CONTAINERS = "wants Apptainer and an image; tests/cluster has containers"
-EARLIER = "reads what the command before it writes; test_launchers.py does"
 STAGES = "copies the whole environment; test_stage.py has a small one"
 REPLAYS = "wants a run with a NaN, or two runs; test_replay.py does"
 LIBRARY = "wants a run with a model of Transformers; test_export_folders.py does"
@@ -85,7 +84,6 @@ NOT_RUN = {
     "python -m mpitrain replay runs/mine --until nan": REPLAYS,
     "python -m mpitrain replay runs/mine --until nan -- run train.py": REPLAYS,
     "python -m mpitrain diff runs/new runs/old --replay --with ../old": REPLAYS,
-    "python -m mpitrain jobscript --site ./mine.yaml --account A": EARLIER,
     "python -m mpitrain fetch mnist cifar100 --data-dir /scratch/me/data": INTERNET,
     "python -m mpitrain fetch resnet50 timm:vit_small_patch14_dinov2": INTERNET,
     "python -m mpitrain fetch hub:facebookresearch/dinov2:dinov2_vitl14": INTERNET,
@@ -212,13 +210,15 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, program in own_training().items():
         (home / name).write_text(program)
     (home / "mine.py").write_text(own_task())
+    page = (ROOT / "docs/howto/sites.md").read_text()
+    (home / "mine.yaml").write_text(page.partition("```yaml\n")[2].partition("```")[0])
     (home / "package").mkdir()
     (home / "package/module.py").write_text(TRAIN)
     (home / "train.sh").write_text('#!/bin/sh\necho "done $RANK/$WORLD_SIZE"\n')
     (home / "train.sh").chmod(0o755)
     began = run("python -m mpitrain --epochs 1 --name long", home)
     assert began.status == 0, began
-    for name in ("mine", "NAME", "a", "b", "first"):
+    for name in ("mine", "NAME", "a", "b", "first", "continued"):
         shutil.copytree(home / "runs/long", home / "runs" / name)
     weights = tmp_path_factory.mktemp("weights") / "model.pt"  # copied as a link
     torch.save(resnet18(num_classes=10).state_dict(), weights)
