@@ -109,8 +109,11 @@ def test_a_run_that_is_killed_and_gone_on_with_has_each_step_once(
     who: str, runs: Runs
 ) -> None:
     often = (*ALL, "--checkpoint-every-steps", "4")
-    job = runs.start("cut", 2, *often, STEP_SECONDS="0.15", **OFFLINE)
-    job.wait_until(lambda: runs.newest("cut") >= 8)
+    folder = runs.dir("cut")
+    job = runs.start("cut", 2, *often, STEP_SECONDS="1", **OFFLINE)
+    # A logger whose library is still being imported ends soon after its rank.
+    job.wait_until(lambda: have_losses(folder) and wandb_has_losses(folder))
+    job.wait_until(lambda: runs.newest("cut") >= 4)
     time.sleep(0.5)
     if who == "rank":
         subprocess.run(["kill", "-KILL", str(job.ranks()[0])], check=True)
@@ -119,7 +122,6 @@ def test_a_run_that_is_killed_and_gone_on_with_has_each_step_once(
     assert job.end() != 0
     done = runs.run("cut", 2, *often, **OFFLINE)
     assert done.status == 0, done.out + done.err
-    folder = runs.dir("cut")
     assert runs.resumed_at("cut")[0] >= 4
     record = logger_files.from_record(folder)
     steps = list(range(1, NUM_STEPS + 1))
@@ -237,9 +239,13 @@ def test_without_a_key_it_is_offline_and_asks_for_none(runs: Runs) -> None:
 def have_losses(run_dir: Path) -> bool:
     """Whether both files have the loss of a step."""
     found = (logger_files.from_csv, logger_files.from_tensorboard)
-    return (run_dir / "metrics.csv").exists() and all(
-        "train/loss" in read(run_dir) for read in found
-    )
+    are_there = all((run_dir / it).exists() for it in ("metrics.csv", "tensorboard"))
+    return are_there and all("train/loss" in read(run_dir) for read in found)
+
+
+def wandb_has_losses(run_dir: Path) -> bool:
+    files = logger_files.wandb_files(run_dir)
+    return any(b"train/loss" in it.read_bytes() for it in files)
 
 
 def test_a_disk_that_is_full_ends_loggers_and_no_training(runs: Runs) -> None:

@@ -33,7 +33,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("mpitrain")
 
-FINISH_SECONDS = 30.0  # how long the end of a job waits for all loggers together
+# How long the end of a job waits for all loggers together. On busy cores MLflow takes
+# 30 s to begin, and a short trial of a sweep has ended by then.
+FINISH_SECONDS = 60.0
 MAX_IMAGES = 16  # images that are logged of the first batch
 
 CHANNELS = (1, 3)
