@@ -184,7 +184,7 @@ def test_the_script_of_a_site_trains_and_stops_under_its_launcher(
     check_stopped(place, job, asked)
 
 
-@pytest.mark.parametrize("launcher", ["pals", "jsrun", "flux", "intel"])
+@pytest.mark.parametrize("launcher", ["pals", slow("jsrun"), slow("flux"), "intel"])
 def test_a_launcher_with_pmix_or_without_a_script_trains_and_stops(
     launcher: str, place: Place
 ) -> None:
@@ -230,7 +230,7 @@ def test_a_killed_rank_ends_the_job_under_every_launcher(
     assert open_mpi or "rank 1/2 node2" in output
 
 
-@pytest.mark.parametrize("pmi", ["pmi2", "pmix"])
+@pytest.mark.parametrize("pmi", [slow("pmi2"), "pmix"])
 def test_srun_itself_starts_the_ranks(pmi: str, slurm: Slurm, place: Place) -> None:
     """MPICH by PMI-2, Open MPI by PMIx, whose library SLURM loads by its bare name."""
     place.take("srun", open_mpi=pmi == "pmix")
@@ -248,10 +248,7 @@ def test_srun_itself_starts_the_ranks(pmi: str, slurm: Slurm, place: Place) -> N
     assert result["num_nodes"] == 2
 
 
-@pytest.mark.parametrize(
-    "words",
-    [[], pytest.param(["--full"], marks=pytest.mark.slow), ["-b", "-s", "USR1"]],
-)
+@pytest.mark.parametrize("words", [[], *map(slow, (["--full"], ["-b", "-s", "USR1"]))])
 def test_ranks_that_srun_started_save_a_checkpoint_when_the_job_is_cancelled(
     words: list[str], slurm: Slurm, place: Place
 ) -> None:

@@ -126,8 +126,8 @@ def test_a_fault_around_the_first_step_ends_the_job(
     "config",
     [
         "",  # DDP, which waits for each weight's gradient
-        "strategy='fsdp'",
         "bitwise=True",
+        slow("strategy='fsdp'"),
         slow("strategy='fsdp', bitwise=True"),
         slow("shard_optimizer=True"),
     ],

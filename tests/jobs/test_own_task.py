@@ -33,7 +33,8 @@ def slow_but(name: str) -> Any:
     return pytest.param(name, marks=[] if name in IN_CI else [pytest.mark.slow])
 
 
-@pytest.mark.parametrize("name", [*map(slow_but, (*IN_CI, *TRAININGS))])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [*IN_CI, *TRAININGS])
 def test_an_example_is_cut_and_resumed_on_other_ranks(
     openmpi: Mpi, name: str, tmp_path: Path
 ) -> None:

@@ -171,28 +171,17 @@ def test_a_training_passes_through_2_3_and_1_ranks(
         assert steps[: stop - start] == expected[start:stop]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "flags",
     [
         ("--strategy", "fsdp", "--optimizer", "adamw", "--ema-decay", "0.9"),
-        *(
-            slow(flags)
-            for flags in (
-                # The same names and shapes, first whole, then sharded.
-                ("--probe-epochs", "1", "--epochs", "3", "--momentum", "0", *FSDP),
-                ("--precision", "fp16", "--strategy", "fsdp"),
-                ("--shard-optimizer", "--optimizer", "adam", "--micro-batch-size", "3"),
-                (
-                    "--precision",
-                    "bf16",
-                    "--optimizer",
-                    "nadam",
-                    "--clip-grad-norm",
-                    "1",
-                ),
-                ("--probe-epochs", "2", "--epochs", "2", "--ema-decay", "0.9"),
-            )
-        ),
+        # The same names and shapes, first whole, then sharded.
+        ("--probe-epochs", "1", "--epochs", "3", "--momentum", "0", *FSDP),
+        ("--precision", "fp16", "--strategy", "fsdp"),
+        ("--shard-optimizer", "--optimizer", "adam", "--micro-batch-size", "3"),
+        ("--precision", "bf16", "--optimizer", "nadam", "--clip-grad-norm", "1"),
+        ("--probe-epochs", "2", "--epochs", "2", "--ema-decay", "0.9"),
     ],
     ids=" ".join,
 )

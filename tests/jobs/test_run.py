@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
-from launcher import Mpi, environment, mpirun, slow, under_each_mpi
+from launcher import Mpi, environment, mpirun, slow
 from run_scripts import SCRIPTS, check_all_done, run, write
 
 ROOT = Path(__file__).parents[2]
@@ -176,7 +176,6 @@ print(f"done {dist.get_rank()}/{dist.get_world_size()}", flush=True)
 """
 
 
-@under_each_mpi
 def test_a_program_that_a_rank_starts_is_alone(mpi: Mpi, tmp_path: Path) -> None:
     """It may use MPI, or mpitrain, and be killed."""
     done = run(mpi, 2, write(tmp_path, STARTS_OTHERS), cwd=tmp_path)

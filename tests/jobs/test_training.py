@@ -234,6 +234,7 @@ def test_the_examples_of_the_tutorials_run(openmpi: Mpi, tmp_path: Path) -> None
     assert "2 ranks, loss 0.00" in done.out
 
 
+@pytest.mark.slow
 def test_each_step_of_your_own_training_runs(openmpi: Mpi, tmp_path: Path) -> None:
     programs = own_training()
     steps = [f"step{number}.py" for number in (3, 4, 5, 6)]

@@ -18,9 +18,9 @@ STATUS = 77
 @pytest.mark.parametrize(
     ("kind", "step", "expected"),
     [
-        ("activation", 14, r"in micro-batch \d, "),
+        slow("activation", 14, r"in micro-batch \d, "),
         ("gradient", 14, r"in micro-batch \d, the gradient of 4.weight"),
-        ("batch", 14, r"in micro-batch \d, the inputs"),
+        slow("batch", 14, r"in micro-batch \d, the inputs"),
         ("weight", 16, r"its copy of 4.weight is not that of the 2 others"),
         ("state", 16, r"its copy of exp_avg of 0.weight is not that of the 2 others"),
     ],

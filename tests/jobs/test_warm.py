@@ -25,7 +25,6 @@ from launcher import (
     slow,
     supervise,
     survivors,
-    under_each_mpi,
 )
 from run_scripts import write
 from test_restarts import SCRIPT
@@ -132,7 +131,12 @@ def warm(mpi: Mpi, folder: Path, num_ranks: int, *words: str, **variables: str) 
     )
 
 
-@under_each_mpi
+under_two = pytest.mark.parametrize(
+    "mpi", ["openmpi-5", slow("openmpi-4.1"), "mpich"], indirect=True
+)
+
+
+@under_two
 def test_a_warm_rank_has_what_a_cold_one_has(mpi: Mpi, tmp_path: Path) -> None:
     script = write(tmp_path, SHOWS)
     launch = [str(mpi.mpirun), "-np", "2", *mpi.flags, sys.executable]
@@ -182,7 +186,6 @@ def test_a_warm_rank_has_what_a_cold_one_has(mpi: Mpi, tmp_path: Path) -> None:
 TRAINING = ("--epochs", "2", "--global-batch-size", "50")
 
 
-@under_each_mpi
 def test_a_warm_training_has_the_bits_of_a_cold_one(mpi: Mpi, tmp_path: Path) -> None:
     with fork_server(mpi, tmp_path):
         results = []
@@ -286,11 +289,6 @@ def wait_until_gone(pids: Sequence[int]) -> None:
         time.sleep(0.02)
 
 
-under_two = pytest.mark.parametrize(
-    "mpi", ["openmpi-5", slow("openmpi-4.1"), "mpich"], indirect=True
-)
-
-
 @under_two
 def test_the_death_of_each_process_ends_the_others(mpi: Mpi, tmp_path: Path) -> None:
     for victim in ("fork", "proxy", "server"):
@@ -306,7 +304,7 @@ def test_the_death_of_each_process_ends_the_others(mpi: Mpi, tmp_path: Path) -> 
             assert job.wait(30) != 0
 
 
-@under_each_mpi
+@under_two
 def test_signals_and_the_status_are_passed_on(mpi: Mpi, tmp_path: Path) -> None:
     act = "while not Path(f'told-{rank}').exists(): time.sleep(0.02)\nsys.exit(7)"
     with (
@@ -377,7 +375,6 @@ def test_a_server_ends_when_nothing_comes_and_there_is_one(tmp_path: Path) -> No
 RUN = ("-m", "mpitrain", "run", "--device", "cpu", "--backend", "gloo", "train.py")
 
 
-@under_two
 def test_restarts_under_supervise_are_warm(mpi: Mpi, tmp_path: Path) -> None:
     strike = (
         "end = time.monotonic() + 60\n"
@@ -405,7 +402,7 @@ def test_restarts_under_supervise_are_warm(mpi: Mpi, tmp_path: Path) -> None:
     assert not [path for path in sockets if Path(path).exists()]
 
 
-@under_each_mpi
+@under_two
 def test_ranks_that_outnumber_the_cores_import_once(mpi: Mpi, tmp_path: Path) -> None:
     before = files_of_starts()
     show = "import os; print('fork' if 'MPITRAIN_PROXY' in os.environ else 'itself')"
