@@ -153,9 +153,9 @@ def test_a_wrong_name_in_the_file_of_a_site_is_told_with_the_file(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     mine = tmp_path / "mine.yaml"
-    mine.write_text("scheduler: slurm\ncpus-per-slot: 8\nacount: a\n")
+    mine.write_text("scheduler: slurm\ncpus-per-slot: 8\nlancher: srun\n")
     assert main(["jobscript", "--site", str(mine)]) == 2
-    said = "mine.yaml: acount: no flag has this name. Did you mean 'account'?"
+    said = "mine.yaml: lancher: no flag has this name. Did you mean 'launcher'?"
     assert said in capsys.readouterr().err
 
 
