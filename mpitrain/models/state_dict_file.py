@@ -25,8 +25,8 @@ def write_state_dict(
     """Write a file for `torch.load`; each weight is written when it comes.
 
     The same values make the same bytes, wherever they were and with whatever strides.
-    Names of one tensor (tied weights) have one record. A ``state_dict`` with extra
-    states, or sparse tensors, is in memory as a whole.
+    Names of one tensor (tied weights) have one record. Neither is promised of a
+    ``state_dict`` with extra states or sparse tensors, which is in memory as a whole.
 
     Args:
         path: Of a file that is replaced.
@@ -39,19 +39,15 @@ def write_state_dict(
     if not all(map(_is_dense, outline.values())):
         torch.save(dict(weights), path)
         return
-    tensors: dict[tuple[object, ...], Tensor] = {}
-    empty = {
-        name: tensors.setdefault(_identity(value), _untouched(value))
-        for name, value in outline.items()
-    }
+    identities = {name: _identity(value) for name, value in outline.items()}
+    tensors = {identities[name]: _untouched(value) for name, value in outline.items()}
+    empty = {name: tensors[it] for name, it in identities.items()}
     with skip_data():  # it leaves gaps, and the checksums of what it has not read
         torch.save(empty, path)
     records = _records(path)
     # torch numbers them as it meets them: archive/data/0, archive/data/1, ...
-    number_of = {
-        id(value): str(number) for number, value in enumerate(tensors.values())
-    }
-    places = {name: records[number_of[id(value)]] for name, value in empty.items()}
+    numbers = {it: str(number) for number, it in enumerate(tensors)}
+    places = {name: records[numbers[it]] for name, it in identities.items()}
     with path.open("r+b") as file:
         for name, weight in weights:
             expected = empty.pop(name)
