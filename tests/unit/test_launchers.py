@@ -149,14 +149,20 @@ def test_numbers_of_a_site_are_taken_as_they_are_written(
     assert "--account=0123" in script
 
 
-def test_a_wrong_name_in_the_file_of_a_site_is_told_with_the_file(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("lancher: srun", "unknown flag --lancher. Did you mean '--launcher'?"),
+        ("nodes: two", "--nodes: found 'two', expected a whole number"),
+    ],
+)
+def test_what_is_wrong_in_the_file_of_a_site_is_told_with_the_file(
+    line: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     mine = tmp_path / "mine.yaml"
-    mine.write_text("scheduler: slurm\ncpus-per-slot: 8\nlancher: srun\n")
+    mine.write_text(f"scheduler: slurm\ncpus-per-slot: 8\n{line}\n")
     assert main(["jobscript", "--site", str(mine)]) == 2
-    said = "mine.yaml: lancher: no flag has this name. Did you mean 'launcher'?"
-    assert said in capsys.readouterr().err
+    assert f"--site {mine}: {said}" in capsys.readouterr().err
 
 
 def test_words_of_binding_are_the_site_s_or_the_launcher_s(

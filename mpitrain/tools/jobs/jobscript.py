@@ -9,12 +9,12 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from mpitrain.errors import UsageError, did_you_mean, usage_errors_in
-from mpitrain.flags import read_flag_file
+from mpitrain.flags import PROGRAM, read_flag_file, read_flags
 from mpitrain.mpi.launchers import DEFAULT, LAUNCHERS, LauncherName
 from mpitrain.plugins import load_reference, plugins_of
 from mpitrain.settings import check_values, flag_name, setting
@@ -275,6 +275,9 @@ def with_site(flags: Sequence[str]) -> list[str]:
         flag = "--" + str(key).replace("_", "-")
         for each in value if isinstance(value, list) else [value]:
             found.append(f"{flag}={each}")
+    with usage_errors_in(f"--site {name}"):  # else nothing tells whose flag is wrong
+        program = f"{PROGRAM} jobscript"
+        read_flags(JobscriptConfig, [scheduler, *found], program=program, files=False)
     return [scheduler, *found, *words]
 
 
@@ -299,13 +302,7 @@ def read_site(name: str) -> dict[str, Any]:
     """Read the flags of a site; lists are of flags that may be given several times."""
     path = site_file(name)
     with usage_errors_in(f"--site {path}"):
-        found = read_flag_file(path, "launcher: srun", as_words=True)
-        known = [it.name for it in fields(JobscriptConfig)]
-        for name in found:
-            if str(name).replace("-", "_") not in known:
-                meant = did_you_mean(str(name), known)
-                raise UsageError(f"{name}: no flag has this name.{meant}")
-        return found
+        return read_flag_file(path, "launcher: srun", as_words=True)
 
 
 def notice_seconds(seconds: float) -> int:
