@@ -212,7 +212,8 @@ def trackers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A place for their data, and time for imports beside other tests."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
-    monkeypatch.setattr(callback, "FINISH_SECONDS", 200)
+    for name in ("FINISH_SECONDS", "STOP_SECONDS"):
+        monkeypatch.setattr(callback, name, 200)
     return tmp_path
 
 

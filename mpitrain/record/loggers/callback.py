@@ -36,6 +36,7 @@ logger = logging.getLogger("mpitrain")
 # How long the end of a job waits for all loggers together. On busy cores MLflow takes
 # 30 s to begin, and a short trial of a sweep has ended by then.
 FINISH_SECONDS = 60.0
+STOP_SECONDS = 30.0  # likewise at a stop, soon after which a scheduler kills
 MAX_IMAGES = 16  # images that are logged of the first batch
 
 CHANNELS = (1, 3)
@@ -164,7 +165,7 @@ class Loggers(Callback):
         self._finish("finished")
 
     def on_stop(self, trainer: Trainer, reason: str) -> None:
-        """Likewise."""
+        """Wait for the loggers, `STOP_SECONDS` at most."""
         self._finish("stopped")
 
     def on_exception(self, trainer: Trainer, error: BaseException) -> None:
@@ -172,7 +173,8 @@ class Loggers(Callback):
         self._send("finalize", ("failed",))
 
     def _finish(self, status: Status) -> None:
-        deadline = time.monotonic() + FINISH_SECONDS
+        is_stop = status == "stopped"
+        deadline = time.monotonic() + (STOP_SECONDS if is_stop else FINISH_SECONDS)
         self._send("finalize", (status,))
         for process in self._processes:
             while not process.join(min(1.0, deadline - time.monotonic())):
