@@ -163,7 +163,11 @@ class ProcessState:
             received: The open files, in the order of `descriptors`; they are closed.
             keep: A socket that stays open, with another number.
         """
-        os.setsid()
+        # PBS signals the processes of a session. The server's group is another rank's.
+        if os.getsid(self.pid) == os.getsid(0):
+            os.setpgid(0, 0)
+        else:
+            os.setsid()
         for name, limits in self.limits.items():
             if resource.getrlimit(int(name)) != tuple(limits):
                 resource.setrlimit(int(name), (limits[0], limits[1]))

@@ -122,13 +122,15 @@ def _stand_for(
 
     def pass_on(number: int, _: object) -> None:
         # A scheduler's TERM is for all processes of the job, and reaches the fork by
-        # itself; then it waits at a launcher for which `supervise` has blocked it.
-        if number == signal.SIGTERM and any(
-            has_signal(above.pid, "ShdPnd", number) for above in launchers
-        ):
-            return
+        # itself; then it waits at a launcher for which `supervise` has blocked it. PBS
+        # signals a session: a fork in another one would wait for it in vain.
         with suppress(ProcessLookupError):
-            os.kill(pid, number)
+            if (
+                number != signal.SIGTERM
+                or os.getsid(pid) != os.getsid(0)
+                or not any(has_signal(it.pid, "ShdPnd", number) for it in launchers)
+            ):
+                os.kill(pid, number)
 
     for it in signal.valid_signals() - NOT_PASSED_ON:
         if signal.getsignal(it) != signal.SIG_IGN:

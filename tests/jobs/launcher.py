@@ -38,6 +38,10 @@ under_each_mpi = pytest.mark.parametrize("mpi", MPIS, indirect=True)
 """For tests of what the launchers do differently: in CI, too, under each of them."""
 
 
+ON_ONE_CORE = ("taskset", "-c", str(min(os.sched_getaffinity(0))))
+"""Before a command whose ranks shall outnumber the cores: one imports for all then."""
+
+
 slow = partial(pytest.param, marks=pytest.mark.slow)
 """A value of a test that only `make test-all` runs: others show nearly as much."""
 

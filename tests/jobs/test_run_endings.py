@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from launcher import (
+    ON_ONE_CORE,
     Mpi,
     children_of,
     environment,
@@ -315,9 +316,16 @@ sys.exit(75)
 """
 
 
-@pytest.mark.parametrize("who", ["all processes", "the script alone"])
+@pytest.mark.parametrize(
+    ("who", "where"),
+    [
+        ("all processes", ()),
+        ("all processes", ON_ONE_CORE),  # a fork of one import for both is the rank
+        ("the script alone", ()),
+    ],
+)
 def test_a_script_in_a_job_script_gets_term_once_and_time_to_save(
-    who: str, openmpi: Mpi, tmp_path: Path
+    who: str, where: tuple[str, ...], openmpi: Mpi, tmp_path: Path
 ) -> None:
     """Schedulers send it to all of a node; PBS not to the ranks of other nodes."""
     script = write(tmp_path, SAVES_AT_TERM)
@@ -342,7 +350,7 @@ def test_a_script_in_a_job_script_gets_term_once_and_time_to_save(
     )
     (tmp_path / "job.sh").write_bytes(job.stdout)
     with subprocess.Popen(
-        ["timeout", "-k", "5", "120", "bash", "job.sh"],
+        ["timeout", "-k", "5", "120", *where, "bash", "job.sh"],
         cwd=tmp_path,
         env=environment(openmpi, SLURM_SUBMIT_DIR=str(tmp_path)),
         stdin=subprocess.DEVNULL,

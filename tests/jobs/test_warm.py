@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 from launcher import (
+    ON_ONE_CORE,
     Done,
     Mpi,
     environment,
@@ -134,9 +135,12 @@ def warm(mpi: Mpi, folder: Path, num_ranks: int, *words: str, **variables: str) 
 under_two = pytest.mark.parametrize(
     "mpi", ["openmpi-5", slow("openmpi-4.1"), "mpich"], indirect=True
 )
+under_one = pytest.mark.parametrize(
+    "mpi", ["openmpi-5", slow("openmpi-4.1"), slow("mpich")], indirect=True
+)
 
 
-@under_two
+@under_one
 def test_a_warm_rank_has_what_a_cold_one_has(mpi: Mpi, tmp_path: Path) -> None:
     script = write(tmp_path, SHOWS)
     launch = [str(mpi.mpirun), "-np", "2", *mpi.flags, sys.executable]
@@ -256,9 +260,6 @@ def staying_job(
             send_signal([*survivors(forks), *survivors(proxies), job.pid])
 
 
-ON_ONE_CORE = ("taskset", "-c", str(min(os.sched_getaffinity(0))))
-
-
 def on_one_core(
     mpi: Mpi, folder: Path, num_ranks: int, *words: str, **variables: str
 ) -> subprocess.CompletedProcess[str]:
@@ -289,7 +290,7 @@ def wait_until_gone(pids: Sequence[int]) -> None:
         time.sleep(0.02)
 
 
-@under_two
+@under_one
 def test_the_death_of_each_process_ends_the_others(mpi: Mpi, tmp_path: Path) -> None:
     for victim in ("fork", "proxy", "server"):
         (folder := tmp_path / victim).mkdir()
@@ -423,7 +424,7 @@ def test_ranks_that_outnumber_the_cores_import_once(mpi: Mpi, tmp_path: Path) ->
         time.sleep(0.1)
 
 
-@under_two
+@under_one
 def test_a_server_of_a_start_ends_with_its_ranks(mpi: Mpi, tmp_path: Path) -> None:
     for victim in ("fork", "proxy", "server", "mpirun"):
         (folder := tmp_path / victim).mkdir()
