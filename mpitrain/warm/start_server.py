@@ -33,7 +33,6 @@ from mpitrain.warm.fork_server import (
 from mpitrain.warm.process_state import identity, inherited_files
 from mpitrain.watchdog.process import Ancestor, launchers_of, name_of
 
-RANKS_PER_CORE = 2  # with fewer, each rank's own import ends about as soon
 IMPORT_SECONDS = 120.0  # after which a rank begins cold
 IDLE_SECONDS = 10.0
 POLL_SECONDS = 0.02
@@ -88,8 +87,8 @@ def _is_shared(launcher: Ancestor, environ: Mapping[str, str]) -> bool:
     )
     if is_alone or any(map(os.path.exists, GPU_DEVICES)):
         return False
-    num_cores = max(1, int(min(len(_own_cores(launcher)), cpu_quota())))
-    return num_ranks >= RANKS_PER_CORE * num_cores
+    # With a core each, ranks import at the same time, and gain nothing.
+    return num_ranks > min(len(_own_cores(launcher)), cpu_quota())
 
 
 def _own_cores(launcher: Ancestor) -> set[int]:
