@@ -210,7 +210,8 @@ def test_a_loop_leaves_in_its_run_folder_how_it_ended(
     assert end_by("checkpointer.close(); 1 / 0")["status"] == "finished"
 
 
-@pytest.mark.parametrize("kind", ["trainer", slow("by hand"), slow("under run")])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["trainer", "by hand", "under run"])
 def test_a_script_that_is_killed_at_a_random_step_ends_with_the_same_bits(
     kind: str, openmpi: Mpi, tmp_path: Path
 ) -> None:
@@ -343,6 +344,7 @@ def test_steps_and_batches_are_the_same_on_other_numbers_of_ranks(
         assert mine[2:] == pytest.approx(other[2:], rel=1e-9)
 
 
+@pytest.mark.slow
 def test_a_gan_resumes_on_other_numbers_of_ranks(openmpi: Mpi, tmp_path: Path) -> None:
     losses: list[list[float]] = []
     for name, parts in (("whole", [(1, 2)]), ("parts", [(3, 1), (2, 2)])):

@@ -64,9 +64,9 @@ def make_disk(image: Path) -> None:
 
 
 def fill(folder: Path) -> Path:
-    """Leave no room there; return the file that takes it."""
+    """Leave no room there; return the file that takes it. Called anew, it grows."""
     ballast = folder / "ballast"
-    with ballast.open("wb", buffering=0) as file, contextlib.suppress(OSError):
+    with ballast.open("ab", buffering=0) as file, contextlib.suppress(OSError):
         while True:
             file.write(bytes(1024))
     return ballast

@@ -36,7 +36,7 @@ def alone(mpi: Mpi, folder: Path, num_ranks: int, *flags: str) -> Path:
     return run_dir
 
 
-@pytest.mark.parametrize("num_ranks", [1, slow(3), 4])
+@pytest.mark.parametrize("num_ranks", [slow(1), slow(3), 4])
 def test_each_trial_is_the_run_of_its_script(
     openmpi: Mpi, tmp_path: Path, num_ranks: int
 ) -> None:
