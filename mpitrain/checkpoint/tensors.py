@@ -15,6 +15,7 @@ buffers, of which rank zero's are saved.
 
 from __future__ import annotations
 
+import copy
 import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import zip_longest
@@ -337,11 +338,14 @@ def _like(fresh: Any, stored: Any) -> Any:
     if isinstance(fresh, dict) and isinstance(stored, dict):
         keys = {str(key): key for key in fresh}
         named = {keys.get(name, name): it for name, it in stored.items()}
-        return type(fresh)(
-            {key: _like(fresh.get(key), it) for key, it in named.items()}
-        )
+        found = copy.copy(fresh)  # no class of it is called: a defaultdict has two
+        found.clear()
+        for key, it in named.items():
+            found[key] = _like(fresh.get(key), it)
+        return found
     if isinstance(fresh, list) and isinstance(stored, list):
-        return [_like(*it) for it in zip_longest(fresh, stored)]
+        # A scheduler may have taken off what was done.
+        return [_like(*it) for it in zip_longest(fresh[: len(stored)], stored)]
     return stored
 
 
