@@ -226,8 +226,10 @@ class Checkpointer(RunCheckpoints, Callback):
             self._saved = _position(state)
 
     def on_fit_start(self, trainer: Trainer) -> None:
-        """Print what is resumed."""
+        """Print what is resumed. Record that the run runs, unless a `Recorder` does."""
         self._first_step = trainer.state.step
+        if not self._recorders(trainer):
+            self._record(status="running")
         if self.reader is None or not trainer.engine.world.is_rank_zero:
             return
         found, num = self.reader.metadata["trainer"], self.reader.metadata["world_size"]
@@ -317,22 +319,21 @@ class Checkpointer(RunCheckpoints, Callback):
         self.close()
 
     def on_stop(self, trainer: Trainer, reason: str) -> None:
-        """Write the last checkpoint, as `on_train_end`."""
+        """Write the last checkpoint, as `on_train_end`, and that the run is stopped."""
         self._stop_reason = reason
         self._end(trainer, "stopping")
+        if not self._recorders(trainer):
+            stopped = f"stopped at step {trainer.state.step}: {reason}"
+            self._record(status="stopped", stopped=stopped)
 
     # --- inside -----------------------------------------------------------------------
 
     def _recorders(self, trainer: Trainer) -> list[Recorder]:
-        recorders = [it for it in trainer.callbacks if isinstance(it, Recorder)]
-        path = self.run_dir.resolve()
-        return [it for it in recorders if it.run_dir.resolve() == path]
+        found = [it for it in trainer.callbacks if isinstance(it, Recorder)]
+        return [it for it in found if it.run_dir.resolve() == self.run_dir.resolve()]
 
     def _set_unverified_aside(self, verified_step: int) -> None:
-        """Let nobody resume from what may hold wrong numbers; local.
-
-        If nothing was ever verified, from what this job has written.
-        """
+        """Let nobody resume from what may hold wrong numbers; local."""
         if self._manager is not None:
             self._manager.abandon()
         if self._folder is not None:
@@ -468,7 +469,6 @@ class Checkpointer(RunCheckpoints, Callback):
 
     def _report(self, trainer: Trainer, result: WriteResult) -> None:
         trainer.call("on_checkpoint", result)
-        is_zero = self._world is not None and self._world.is_rank_zero
         if not result.error:
             self._save_seconds = max(self._save_seconds, result.write_seconds)
             self._failed_in_a_row = 0
@@ -483,7 +483,7 @@ class Checkpointer(RunCheckpoints, Callback):
         if self._manager is None or not self._manager.is_busy:
             self._saved = None  # else a newer one, which waited, is being written
         self._clock.restart(back_off_seconds=wait)
-        if is_zero:
+        if self._world is not None and self._world.is_rank_zero:
             logger.warning(
                 "the checkpoint of step %d could not be written: %s; training goes on, "
                 "the next try is in %.0f s",

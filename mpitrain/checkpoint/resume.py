@@ -65,9 +65,12 @@ def find_checkpoint(
         named = ranks.on_rank_zero(
             lambda: _named(Path(resume).resolve(), run_dir.resolve()), "find --resume"
         )
-    if named is not None and named.path.parent.parent == run_dir.resolve():
+    # The folder of the checkpoints may be a link to another disk.
+    if named is not None and named.path.parent == (run_dir / FOLDER).resolve():
         reader = _checked(named, world, ranks)
-        ranks.on_rank_zero(lambda: _set_newer_aside(named), "set checkpoints aside")
+        ranks.on_rank_zero(
+            lambda: _set_newer_aside(run_dir, named), "set checkpoints aside"
+        )
         return reader
     # The run's own come before --resume: a job that was requeued has the same flags as
     # the one that began from another run.
@@ -225,8 +228,8 @@ def _named(path: Path, run_dir: Path) -> Checkpoint | None:
         raise UsageError(f"--resume: {error}{of_others * path.exists()}") from None
 
 
-def _set_newer_aside(chosen: Checkpoint) -> None:
-    for checkpoint in list_checkpoints(chosen.path.parent.parent):
+def _set_newer_aside(run_dir: Path, chosen: Checkpoint) -> None:
+    for checkpoint in list_checkpoints(run_dir):
         if checkpoint > chosen:
             aside = set_aside(checkpoint, "left")
             logger.warning("newer than --resume: %s is set aside", aside)

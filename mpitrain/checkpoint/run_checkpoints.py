@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import math
 import os
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -29,11 +28,12 @@ from mpitrain.config import seconds_of
 from mpitrain.data.samples import kind_of
 from mpitrain.errors import MpitrainError, UsageError
 from mpitrain.launch.job import Job, require_world
+from mpitrain.launch.process_exit import is_failing
 from mpitrain.models.model_config import model_config
 from mpitrain.mpi.collectives import MPI_PROCESS
 from mpitrain.mpi.shared_arrays import Communicator, communicator
 from mpitrain.mpi.world import World, list_hosts
-from mpitrain.record.recorder import record_job, update_result
+from mpitrain.record.result import record_job, update_result
 from mpitrain.record.runs import is_finished, open_run
 from mpitrain.record.supervised import (
     Supervision,
@@ -139,7 +139,8 @@ class RunCheckpoints:
         before, path = opened_run(os.environ, before=True), self.run_dir.resolve()
         if before is None or before.run_dir != path or not before.has_resumed:
             return self._resume
-        is_within = path in Path(self._resume).resolve().parents
+        folders = {path, (path / FOLDER).resolve()}  # which may be a link
+        is_within = not folders.isdisjoint(Path(self._resume).resolve().parents)
         return "auto" if is_within else self._resume  # it has come further since
 
     def _find_in_memory(self, world: World, ranks: Communicator) -> None:
@@ -264,7 +265,8 @@ class RunCheckpoints:
                 is saved; and plain values, as in ``state``.
 
         Raises:
-            UsageError: A state is neither tensors nor plain values; on every rank.
+            UsageError: A state is neither tensors nor plain values; or a checkpoint is
+                there that was not restored; on every rank.
             CheckpointError: It could not be written; on every rank. The one before it
                 is complete.
         """
@@ -275,6 +277,12 @@ class RunCheckpoints:
             self._manager = CheckpointManager(
                 self.run_dir, world, self._ranks, keep=self._keep
             )
+        if self.reader is not None and self._saved_step is None:
+            raise UsageError(
+                f"save({step}): {self.reader.checkpoint.path} is there to resume from, "
+                "and was not. Expected restore() before the first save(), or another "
+                "folder"
+            ).on_all_ranks()
         there = self.run_dir / FOLDER / name_of(step)
         self._run_from(step)
         if self._ranks.on_rank_zero(there.is_dir, "look for the checkpoint"):
@@ -349,7 +357,7 @@ class RunCheckpoints:
         """
         if self._handler is not None:
             self._handler.close(has_stopped=bool(self._stop_reason))
-        if self._saved_step is None or sys.exc_info()[1] is not None:
+        if self._saved_step is None or is_failing():
             return
         stopped = f"stopped at step {self._saved_step}: {self._stop_reason}"
         if self._stop_reason:

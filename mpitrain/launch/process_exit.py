@@ -36,6 +36,12 @@ def exit_status(error: BaseException) -> int:
     return 1
 
 
+def is_failing() -> bool:
+    """Return whether an error is on its way out of this process, or a status not 0."""
+    error = sys.exc_info()[1]
+    return error is not None and exit_status(error) != 0
+
+
 def error_message(error: BaseException, label: str) -> str:
     """Return an error as the screen shows it.
 

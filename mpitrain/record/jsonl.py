@@ -41,6 +41,10 @@ class JsonlWriter:
         self._descriptor = os.open(path, flags, 0o666)
         size = os.fstat(self._descriptor).st_size
         self._end = size if keep_bytes is None else min(size, keep_bytes)
+        if self._end < (keep_bytes or 0):  # resumed from memory, after a full disk
+            logger.warning(
+                "%s lacks lines: found %d bytes, expected %d", path, size, keep_bytes
+            )
         os.ftruncate(self._descriptor, self._end)
         self.num_bytes = self._end  # the file's length when no line waits
         self._writer = BackgroundWriter(

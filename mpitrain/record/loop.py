@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-from collections.abc import Iterator, Mapping
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,30 +37,35 @@ def mean_over_ranks(values: Mapping[str, Any], ranks: Communicator) -> dict[str,
     }
 
 
-def before_step(path: Path, step: int) -> tuple[int, int, list[float]]:
+def before_step(
+    path: Path, step: int, validated_step: int
+) -> tuple[int, int, array[float]]:
     """Return the bytes of a record before a step, and the validations in them.
 
-    And the losses since the last validation: the mean of an epoch has them all.
+    A loop that resumes with the validation after a step keeps the line of that step:
+    then ``validated_step``, the first whose validation does not count, is less than
+    ``step``. And the losses since the last validation: the mean of an epoch has them.
     """
     num_bytes = num_validations = 0
-    losses: list[float] = []
+    losses = array("d")
     with contextlib.suppress(OSError), path.open("rb") as file:
         for line in file:
             row: Any = {}
             with contextlib.suppress(ValueError):
                 row = json.loads(line)
-            if row.get("step", 0) >= step:
+            of_epoch = row.get("event") == "epoch"
+            if row.get("step", 0) >= (validated_step if of_epoch else step):
                 break
             num_bytes += len(line)
-            if row.get("event") == "epoch":
-                num_validations, losses = num_validations + 1, []
+            if of_epoch:
+                num_validations, losses = num_validations + 1, array("d")
             elif row.get("event") == "step" and row.get("train_loss") is not None:
                 losses.append(row["train_loss"])
     return num_bytes, num_validations, losses
 
 
 def rows_of(
-    values: Mapping[str, float], losses: list[float], seconds: float
+    values: Mapping[str, float], losses: Sequence[float], seconds: float
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield the events of what was logged for a step, and what they say.
 

@@ -5,25 +5,23 @@ from __future__ import annotations
 import json
 import logging
 import math
-import socket
-import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from array import array
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mpitrain.console import say, shown
-from mpitrain.errors import Stopped
 from mpitrain.files import finite, write_json
 from mpitrain.launch.job import Job, require_world, seconds_since_start
-from mpitrain.mpi.collectives import MPI_PROCESS
+from mpitrain.launch.process_exit import is_failing
 from mpitrain.mpi.shared_arrays import Communicator, communicator
 from mpitrain.mpi.world import World
-from mpitrain.record.cost import cost_of
 from mpitrain.record.jsonl import CLOSE_SECONDS, JsonlWriter
 from mpitrain.record.loop import before_step, mean_over_ranks, rows_of
-from mpitrain.record.run_dir import log_path, open_log, progress_of, read_result
-from mpitrain.record.runs import Exists, is_finished, open_run
+from mpitrain.record.result import cost_if_known, record_failure, record_job
+from mpitrain.record.run_dir import read_result
+from mpitrain.record.runs import Exists, open_run
 from mpitrain.train.callbacks import Callback
 from mpitrain.train.metrics import EpochMetrics, StepMetrics, Throughput
 from mpitrain.train.progress import SecondsLeft, finished_line, format_metrics
@@ -91,7 +89,7 @@ class Recorder(Callback):
         self._micro_batch_counts: list[int] = []
         self._ranks: Communicator | None = None  # of a custom loop
         self._began = self._validated_at = 0.0
-        self._losses: list[float] = []  # logged since the last validation
+        self._losses = array("d")  # logged since the last validation
 
     # --- start and end ------------------------------------------------------------
 
@@ -202,7 +200,7 @@ class Recorder(Callback):
         self._before = self.state_dict()  # for a second `fit`
         self._metrics.close()
         self._metrics = None
-        self._result |= {"status": status, **_cost(self.run_dir)}
+        self._result |= {"status": status, **cost_if_known(self.run_dir)}
         write_json(self.run_dir / "result.json", self._result)
 
     # --- for a custom loop ----------------------------------------------------------
@@ -231,11 +229,12 @@ class Recorder(Callback):
             world = require_world("Recorder.log")
             self._ranks = communicator(world)
             self._ranks.on_rank_zero(
-                lambda: self._start_loop(world, step), "open the record"
+                lambda: self._start_loop(world, step, values), "open the record"
             )
             record_job(self.run_dir)
             if Job.current is not None:
-                Job.current.guard.on_leave.append(self._leave)
+                # Last of all: a `Checkpointer` knows whether the loop was stopped.
+                Job.current.guard.on_leave.insert(0, self._leave)
         found = mean_over_ranks(values, self._ranks)
         if self._metrics is not None:
             self._log(step, epoch, found)
@@ -261,12 +260,14 @@ class Recorder(Callback):
         self._end("stopped" if stopped else "finished")
         say(f"{self._result.get('stopped') or finished_line(self._result)}")
 
-    def _start_loop(self, world: World, step: int) -> None:
+    def _start_loop(self, world: World, step: int, names: Iterable[str]) -> None:
         path, job = self.run_dir.resolve(), Job.current
         if not self.is_open and not (job and path in job.run_dirs):
             open_run(path.parent, path.name, exists="refuse")
         record = self.run_dir / "metrics.jsonl"
-        kept, num_validations, self._losses = before_step(record, step)
+        begins_with_step = not all(it.startswith("val_") for it in names)
+        last = step - begins_with_step
+        kept, num_validations, self._losses = before_step(record, last + 1, step)
         self._open(keep_bytes=kept)
         start_seconds = age_seconds()
         before = read_result(self.run_dir)
@@ -279,7 +280,7 @@ class Recorder(Callback):
             "num_nodes": world.num_nodes,
             "backend": world.backend,
             "start_seconds": start_seconds,
-            "steps": step - 1,
+            "steps": last,
         }
         self._began = self._validated_at = time.monotonic()
         write_json(self.run_dir / "result.json", self._result)
@@ -292,27 +293,31 @@ class Recorder(Callback):
             num_epochs=None,
         )
         if kept:
-            self._write("resume", step=step - 1, world_size=world.world_size)
+            self._write("resume", step=last, world_size=world.world_size)
 
     def _log(self, step: int, epoch: int | None, values: Mapping[str, float]) -> None:
         result, now = self._result, time.monotonic()
         epoch = result["epochs"] + 1 if epoch is None else epoch
         result["steps"] = step
-        self._losses += [values["loss"]] if "loss" in values else []
+        if "loss" in values:
+            self._losses.append(values["loss"])
         for event, row in rows_of(values, self._losses, now - self._validated_at):
             self._write(event, epoch=epoch, step=step, **row)
             if event == "epoch":
                 result |= {k: v for k, v in values.items() if k.startswith("val_")}
-                result["epochs"], self._losses, self._validated_at = epoch, [], now
+                result["epochs"], self._validated_at = epoch, now
+                self._losses = array("d")
 
     def _leave(self) -> None:
         """Close the record at the end of the job."""
-        is_running = read_result(self.run_dir).get("status") == "running"
-        if is_running and sys.exc_info()[1] is None:
-            self.finish()
-        elif self._metrics is not None:
+        if self._metrics is None:
+            return
+        result = read_result(self.run_dir)
+        if result.get("status") == "failed" or is_failing():
             self._metrics.close(CLOSE_SECONDS)
             self._metrics = None
+        else:
+            self.finish(result.get("stopped", "").partition(": ")[2])
 
     # --- metrics ------------------------------------------------------------------
 
@@ -434,57 +439,3 @@ def line_of(event: Line) -> str:
 
 def _prefixed(prefix: str, values: Mapping[str, float]) -> dict[str, float]:
     return {f"{prefix}_{name}": value for name, value in values.items()}
-
-
-def record_job(run_dir: Path, log: Callable[[str], object] | None = None) -> None:
-    """Let a run folder say how the job that runs fails; local.
-
-    Of several folders, as of the folds of a cross-validation, it is the last one. The
-    rank that prints the error calls ``log`` with it, in a script writes it into its
-    log, and then into ``result.json``.
-    """
-    if (job := Job.current) is None or MPI_PROCESS.sub_worlds:
-        return  # a part of the ranks, such as a trial of a sweep, is not the job
-    is_first, job.run_dir = job.run_dir is None, run_dir.resolve()
-    rank, size = job.comm.rank, job.comm.size
-    job.watchdog.log_to(log_path(job.run_dir, rank, size))
-
-    def write_log(text: str) -> None:
-        if job.run_dir is not None and not is_finished(job.run_dir):
-            with open_log(job.run_dir, rank, size, socket.gethostname()) as file:
-                file.write(f"{text}\n")
-
-    def write_result(text: str) -> None:
-        if job.run_dir is not None:
-            record_failure(job.run_dir, text, job.guard.status)
-
-    if is_first:
-        job.guard.on_failure += [log or write_log, write_result]
-
-
-def record_failure(run_dir: Path, message: str, status: int = 1) -> None:
-    """Write into ``result.json`` that the run failed; from the rank that knows it.
-
-    A run that is finished stays so. With the ``status`` of `Stopped` it was stopped.
-    """
-    if is_finished(run_dir):
-        return
-    # Rank zero counts in its memory.
-    done = {**progress_of(run_dir / "metrics.jsonl"), **_cost(run_dir)}
-    if status == Stopped.exit_status:
-        reason = message.rpartition("Stopped: ")[2]
-        update_result(run_dir, status="stopped", stopped=reason, **done)
-    else:
-        update_result(run_dir, status="failed", error=message, **done)
-
-
-def _cost(run_dir: Path) -> dict[str, Any]:
-    return {"cost": cost} if (cost := cost_of(run_dir)) else {}
-
-
-def update_result(run_dir: Path, **values: Any) -> None:
-    """Write values into ``result.json``; a warning where that cannot be."""
-    try:
-        write_json(run_dir / "result.json", {**read_result(run_dir), **values})
-    except OSError as error:  # a full disk, say, which must not hide the first error
-        logger.warning("result.json cannot be written: %s", error.strerror)

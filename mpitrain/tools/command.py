@@ -23,7 +23,7 @@ from mpitrain.config import TrainConfig
 from mpitrain.launch.init import init
 from mpitrain.launch.job import start_job
 from mpitrain.mpi.collectives import all_or_none, on_rank_zero
-from mpitrain.record.recorder import record_job
+from mpitrain.record.result import record_job
 from mpitrain.record.run_dir import open_log, start_logging
 from mpitrain.tools.train.prepare import PreparedRun, prepare
 from mpitrain.watchdog.process import age_seconds

@@ -210,6 +210,49 @@ def test_a_loop_leaves_in_its_run_folder_how_it_ended(
     assert end_by("checkpointer.close(); 1 / 0")["status"] == "finished"
 
 
+EXITS = """
+import os, signal, sys
+import torch
+import mpitrain
+
+def main(world):
+    # The record is opened first, and closed last.
+    recorder, checkpointer = mpitrain.Recorder("r"), mpitrain.Checkpointer("r")
+    model = torch.nn.Linear(1, 1)
+    step = (checkpointer.restore(model=model) or {"step": 0})["step"]
+    while step < 12:
+        step += 1
+        losses = {"loss": 1.0 / step} | ({"val_loss": 2.0} if step % 3 == 0 else {})
+        recorder.log(step, **losses)
+        if step == 4 and world.is_rank_zero and "stop" in sys.argv:
+            os.kill(os.getpid(), signal.SIGUSR2)
+        reason = checkpointer.should_stop()
+        if reason or step % 5 == 0:
+            checkpointer.save(step, model=model)
+        if reason:
+            return 75
+    return 0
+
+with mpitrain.init(device="cpu") as world:
+    sys.exit(main(world))
+"""
+
+
+def test_a_loop_that_exits_with_its_status_is_finished_or_stopped(
+    openmpi: Mpi, tmp_path: Path
+) -> None:
+    (tmp_path / "script.py").write_text(EXITS)
+    for words, status in (("stop", 75), ("", 0)):
+        done = mpirun(openmpi, 2, "script.py", words, cwd=tmp_path)
+        assert done.status == status, done.out + done.err
+        result = result_of(tmp_path / "r")
+        assert result["status"] == ("stopped" if status else "finished")
+        assert result["steps"] == (4 if status else 12)
+        assert ("stopped" in result) == bool(status)
+    assert (result["epochs"], result["val_loss"]) == (4, 2.0)
+    assert "finished: " in done.out
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["trainer", "by hand", "under run"])
 def test_a_script_that_is_killed_at_a_random_step_ends_with_the_same_bits(

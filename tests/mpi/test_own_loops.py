@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import collections
+import contextlib
 import itertools
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +20,18 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
-from mpitrain import Checkpointer, DataLoader, Recorder, UsageError, World
+from mpitrain import (
+    Callback,
+    Checkpointer,
+    DataLoader,
+    Recorder,
+    Stopped,
+    StopRequested,
+    TrainConfig,
+    Trainer,
+    UsageError,
+    World,
+)
 from mpitrain.checkpoint import manager
 from mpitrain.checkpoint.layout import list_checkpoints
 from mpitrain.checkpoint.objects import load_objects
@@ -255,6 +268,80 @@ def test_a_custom_loop_resumes_exactly(
     same(gan.weights(), weights)
     if world.is_rank_zero:
         assert steps_of(run_dir / "a") == pytest.approx(losses, rel=1e-9)
+    ranks.allgather(None)
+
+
+def test_what_is_there_is_restored_before_it_is_saved_over(
+    world: World,
+    ranks: Communicator,  # noqa: F811
+    run_dir: Path,  # noqa: F811
+) -> None:
+    gan, _ = loop(world, run_dir / "a")
+    again = Checkpointer(run_dir / "a")
+    with pytest.raises(UsageError, match=r"step-0+6 is there to resume from, and was"):
+        again.save(9, **gan.objects)
+    # A link to another disk is the run's own folder.
+    folder = run_dir / "a/checkpoints"
+    if world.is_rank_zero:
+        folder.rename(run_dir / "elsewhere")
+        folder.symlink_to(run_dir / "elsewhere")
+    ranks.allgather(None)
+    found = Checkpointer(run_dir / "a", resume=f"{folder}/step-00000003").restore(
+        **gan.objects, loader=DataLoader(Ring(), BATCH_SIZE)
+    )
+    assert found is not None
+    assert found["step"] == 3
+    assert [it.step for it in list_checkpoints(run_dir / "a")] == [3]
+    ranks.allgather(None)
+
+
+class Shrinks(torch.optim.lr_scheduler.LRScheduler):
+    """Takes off what was done."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.milestones = [1, 2, 8]
+        self.seen: Any = collections.defaultdict(list)
+        super().__init__(optimizer)
+
+    def get_lr(self) -> list[float]:
+        if self.milestones and self.last_epoch >= self.milestones[0]:
+            self.seen["at"].append(self.milestones.pop(0))
+        return [0.1 for _ in self.optimizer.param_groups]
+
+
+class Cut(Callback):
+    def on_step_end(self, trainer: Trainer) -> None:
+        if trainer.state.step == 5:
+            raise StopRequested("test")
+
+
+def test_a_schedule_that_became_shorter_resumes(
+    world: World,
+    ranks: Communicator,  # noqa: F811
+    run_dir: Path,  # noqa: F811
+) -> None:
+    data = TensorDataset(torch.randn(8, 2), torch.randn(8, 1))
+    states = []
+    for more in ([Cut()], []):
+        trainer = Trainer(
+            nn.Linear(2, 1),
+            data,
+            None,
+            TrainConfig(epochs=4, global_batch_size=4, precision="fp64"),
+            loss=lambda out, target: (out - target).square().mean(1),
+            optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
+            scheduler=lambda optimizer, _: Shrinks(optimizer),
+            callbacks=[Checkpointer(run_dir / "a"), *more],
+            world=world,
+        )
+        with contextlib.suppress(Stopped):
+            trainer.fit()
+        (part,) = trainer.engine.optimizer.optimizers
+        states.append((part.scheduler.milestones, dict(part.scheduler.seen)))
+        status = ranks.on_rank_zero(lambda: read_result(run_dir / "a"), "read")
+        assert status["status"] == ("stopped" if more else "finished")
+        assert ("stopped" in status) == bool(more)
+    assert states == [([8], {"at": [1, 2]}), ([], {"at": [1, 2, 8]})]
     ranks.allgather(None)
 
 

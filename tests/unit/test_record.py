@@ -29,6 +29,7 @@ from mpitrain.record.background import BackgroundWriter
 from mpitrain.record.environment import VARIABLES
 from mpitrain.record.jsonl import JsonlWriter
 from mpitrain.record.rank_times import RankTimes
+from mpitrain.record.result import record_failure, update_result
 from mpitrain.record.runs import open_run
 from mpitrain.train.evaluate import Evaluation
 from mpitrain.train.metrics import COMMUNICATION, PHASES, StepMetrics, TrainState
@@ -182,12 +183,27 @@ def test_a_test_and_a_second_fit_after_the_end_are_recorded(tmp_path: Path) -> N
 
 def test_a_failure_is_recorded_over_what_is_there(tmp_path: Path) -> None:
     files.write_json(tmp_path / "result.json", {"status": "running", "x": 1})
-    recorder.record_failure(tmp_path, "rank 2 fell")
+    record_failure(tmp_path, "rank 2 fell")
     assert json.loads((tmp_path / "result.json").read_text()) == {
         "status": "failed",
         "x": 1,
         "error": "rank 2 fell",
     }
+    update_result(tmp_path, status="finished")
+    assert json.loads((tmp_path / "result.json").read_text()) == {
+        "status": "finished",
+        "x": 1,
+    }
+
+
+def test_a_record_without_its_last_lines_is_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "f.jsonl").write_text('{"step": 1}\n')
+    JsonlWriter(tmp_path / "f.jsonl", keep_bytes=12).close()
+    assert not caplog.messages
+    JsonlWriter(tmp_path / "f.jsonl", keep_bytes=24).close()
+    assert "lacks lines: found 12 bytes, expected 24" in caplog.text
 
 
 def test_a_file_is_replaced_whole(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from mpitrain.launch.run_script import execute, load
 from mpitrain.launch.run_target import split
 from mpitrain.mpi.collectives import on_rank_zero, world_comm
 from mpitrain.mpi.world import World
-from mpitrain.record.recorder import update_result
+from mpitrain.record.result import update_result
 from mpitrain.record.run_dir import read_result
 from mpitrain.record.runs import is_finished, open_run
 from mpitrain.tools.sweep.config import PreparedSweep

@@ -14,7 +14,7 @@ from mpitrain.console import shown
 from mpitrain.errors import MpitrainError, Stopped, UsageError
 from mpitrain.files import write_json
 from mpitrain.mpi.world import World, format_ranges
-from mpitrain.record.recorder import record_failure
+from mpitrain.record.result import record_failure
 from mpitrain.record.run_dir import read_result
 from mpitrain.tools.sweep.config import PROGRESS, PreparedSweep
 from mpitrain.tools.sweep.messages import (

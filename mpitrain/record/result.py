@@ -1,0 +1,79 @@
+"""How a job and a run ended, in ``result.json``."""
+
+from __future__ import annotations
+
+import logging
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from mpitrain.errors import Stopped
+from mpitrain.files import write_json
+from mpitrain.launch.job import Job
+from mpitrain.mpi.collectives import MPI_PROCESS
+from mpitrain.record.cost import cost_of
+from mpitrain.record.run_dir import log_path, open_log, progress_of, read_result
+from mpitrain.record.runs import is_finished
+
+logger = logging.getLogger("mpitrain")
+
+
+def record_job(run_dir: Path, log: Callable[[str], object] | None = None) -> None:
+    """Let a run folder say how the job that runs fails; local.
+
+    Of several folders, as of the folds of a cross-validation, it is the last one. The
+    rank that prints the error calls ``log`` with it, in a script writes it into its
+    log, and then into ``result.json``.
+    """
+    if (job := Job.current) is None or MPI_PROCESS.sub_worlds:
+        return  # a part of the ranks, such as a trial of a sweep, is not the job
+    is_first, job.run_dir = job.run_dir is None, run_dir.resolve()
+    rank, size = job.comm.rank, job.comm.size
+    job.watchdog.log_to(log_path(job.run_dir, rank, size))
+
+    def write_log(text: str) -> None:
+        if job.run_dir is not None and not is_finished(job.run_dir):
+            with open_log(job.run_dir, rank, size, socket.gethostname()) as file:
+                file.write(f"{text}\n")
+
+    def write_result(text: str) -> None:
+        if job.run_dir is not None:
+            record_failure(job.run_dir, text, job.guard.status)
+
+    if is_first:
+        job.guard.on_failure += [log or write_log, write_result]
+
+
+def record_failure(run_dir: Path, message: str, status: int = 1) -> None:
+    """Write into ``result.json`` that the run failed; from the rank that knows it.
+
+    A run that is finished stays so. With the ``status`` of `Stopped` it was stopped.
+    """
+    if is_finished(run_dir):
+        return
+    # Rank zero counts in its memory.
+    done = {**progress_of(run_dir / "metrics.jsonl"), **cost_if_known(run_dir)}
+    if status == Stopped.exit_status:
+        reason = message.rpartition("Stopped: ")[2]
+        update_result(run_dir, status="stopped", stopped=reason, **done)
+    else:
+        update_result(run_dir, status="failed", error=message, **done)
+
+
+def cost_if_known(run_dir: Path) -> dict[str, Any]:
+    """Return the cost of the jobs of a run, for its result; empty if unknown."""
+    return {"cost": cost} if (cost := cost_of(run_dir)) else {}
+
+
+def update_result(run_dir: Path, **values: Any) -> None:
+    """Write values into ``result.json``; a warning where that cannot be.
+
+    With a status; the reason of the one before goes.
+    """
+    before = read_result(run_dir)
+    kept = {k: it for k, it in before.items() if k not in ("stopped", "error")}
+    try:
+        write_json(run_dir / "result.json", {**kept, **values})
+    except OSError as error:  # a full disk, say, which must not hide the first error
+        logger.warning("result.json cannot be written: %s", error.strerror)
