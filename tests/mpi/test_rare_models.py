@@ -167,6 +167,47 @@ def test_blocks_that_share_a_weight_train_the_same_with_fsdp(world: World) -> No
             torch.testing.assert_close(found[name], value)
 
 
+class Heads(nn.Module):
+    """Two heads of one shape; a sample takes one of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 1), nn.Linear(8, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, out = x[:, 0] > 0, x.new_zeros(len(x), 1)
+        for head, rows in ((self.a, first), (self.b, ~first)):
+            if rows.any():
+                out = out.index_add(0, rows.nonzero()[:, 0], head(x[rows]))
+        return out
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_gradients_of_unlike_weights_are_not_added_up(
+    world: World, strategy: str
+) -> None:
+    x = torch.randn(64, 8, generator=torch.Generator().manual_seed(3))
+    data = TensorDataset(x, x.sum(1, keepdim=True))
+    config = config_of(
+        strategy=strategy, micro_batch_size=1, global_batch_size=world.world_size
+    )
+    is_refused = strategy == "fsdp" and world.world_size > 1
+    told = r"--strategy fsdp: in this step [ab]\.weight has a gradient on rank \d"
+    with (
+        pytest.raises(UsageError, match=told)
+        if is_refused
+        else (contextlib.nullcontext())
+    ):
+        Trainer(
+            Heads(),
+            data,
+            None,
+            config,
+            loss=lambda out, target: (out - target).square(),
+            world=world,
+        ).fit()
+
+
 def test_an_error_within_fsdp_is_the_one_that_is_raised(world: World) -> None:
     """Such as one of a model that FSDP does not take, after it has begun to shard."""
     model = Net()

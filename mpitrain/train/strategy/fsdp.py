@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -9,6 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from mpitrain.config import StrategyConfig
@@ -78,6 +80,35 @@ class FSDPStrategy(Strategy):
         """Call a module, which casts by itself."""
         outputs = module(*args, **kwargs)
         return to_dtype(outputs, torch.float32) if self._is_16_bit else outputs
+
+    def reduce_gradients(self) -> None:
+        """Check that the ranks have reduced the gradients of the same weights.
+
+        Collective. FSDP2 sends a weight without a gradient on this rank none. If the
+        others' messages are as long, as with heads of one shape that take turns, it
+        adds up gradients of unlike weights, and says nothing (torch 2.15).
+        """
+        if self.world.world_size == 1:
+            return
+        named = self.named_weights()
+        used = [weight.grad is not None for weight in named.values()]
+        digest = hashlib.blake2b(bytes(used), digest_size=4).digest()
+        number = int.from_bytes(digest)
+        bounds = torch.tensor([number, -number], device=self.world.device)
+        dist.all_reduce(bounds, dist.ReduceOp.MAX)
+        largest, least = bounds.tolist()
+        if largest == -least:
+            return
+        of_ranks: list[Any] = [None] * self.world.world_size
+        dist.all_gather_object(of_ranks, used)
+        pairs = zip(named, zip(*of_ranks, strict=True), strict=True)
+        name, found = next((it, had) for it, had in pairs if len({*had}) > 1)
+        raise UsageError(
+            f"--strategy fsdp: in this step {name} has a gradient on rank "
+            f"{found.index(True)} and none on rank {found.index(False)}, where torch "
+            "adds up gradients of unlike weights; expected a weight to take part on "
+            "all ranks or on none, or --strategy ddp"
+        ).on_all_ranks()
 
     def grad_norm(self, gradients: list[Any]) -> float | Tensor:
         """Return the norm over all shards; collective."""
