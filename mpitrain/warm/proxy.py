@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 from mpitrain.files import make_private_folder
 from mpitrain.flags import HELP_FLAGS
 from mpitrain.launch.env_checks import forget_parent, launched_rank, was_launched
+from mpitrain.schedulers.signals import had_term
 from mpitrain.warm.fork_server import (
     LENGTH,
     MAX_FILES,
@@ -26,7 +27,7 @@ from mpitrain.warm.fork_server import (
 )
 from mpitrain.warm.process_state import ProcessState, identity
 from mpitrain.warm.start_server import NotServed, server_of_start
-from mpitrain.watchdog.process import has_signal, launchers_of
+from mpitrain.watchdog.process import launchers_of
 
 ANSWER_SECONDS = 10.0  # after which a rank begins cold
 COMMANDS = ("train", "run", "sweep")
@@ -121,15 +122,9 @@ def _stand_for(
     launchers = launchers_of(os.getpid())
 
     def pass_on(number: int, _: object) -> None:
-        # A scheduler's TERM is for all processes of the job, and reaches the fork by
-        # itself; then it waits at a launcher for which `supervise` has blocked it. PBS
-        # signals a session: a fork in another one would wait for it in vain.
-        with suppress(ProcessLookupError):
-            if (
-                number != signal.SIGTERM
-                or os.getsid(pid) != os.getsid(0)
-                or not any(has_signal(it.pid, "ShdPnd", number) for it in launchers)
-            ):
+        # Where the scheduler signals the fork, too, it would get TERM twice.
+        if number != signal.SIGTERM or not had_term(pid, launchers, os.environ):
+            with suppress(ProcessLookupError):
                 os.kill(pid, number)
 
     for it in signal.valid_signals() - NOT_PASSED_ON:
