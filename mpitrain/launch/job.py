@@ -14,6 +14,7 @@ import copy
 import faulthandler
 import logging
 import os
+import signal
 import socket
 import sys
 import time
@@ -30,6 +31,7 @@ from mpitrain.errors import (
     TopologyError,
 )
 from mpitrain.launch.env_checks import (
+    STATUS_FILE,
     check_size,
     foreign_library,
     forget_parent,
@@ -368,6 +370,9 @@ def start_job(
             faulthandler.enable()
     if forget_parent(os.environ):
         logger.warning("a rank of another job started this process: a world of one")
+    if STATUS_FILE in os.environ:
+        # `supervise` blocks it for the launcher, and Hydra's ranks inherit that.
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
     if not may_spawn and is_on_one_node(os.environ):
         for name, value in ON_ONE_NODE.items():
             os.environ.setdefault(name, value)

@@ -108,6 +108,27 @@ def _ranks_of(pid: int) -> set[bytes]:
     return {entry for entry in block.split(b"\0") if entry.split(b"=")[0] in names}
 
 
+def ranks_below(pid: int) -> list[int]:
+    """Return the ranks that a launcher has on this host, and that handle TERM.
+
+    Of each the uppermost process: a wrapper may be above it, and workers below.
+    """
+    children: dict[int, list[int]] = {}
+    for entry in Path("/proc").iterdir():
+        with contextlib.suppress(OSError):
+            status = status_of(int(entry.name)) if entry.name.isdecimal() else None
+            if status is not None:
+                children.setdefault(status[1], []).append(int(entry.name))
+    found, below = [], list(children.get(pid, ()))
+    while below:
+        child = below.pop()
+        if _ranks_of(child) and has_signal(child, "SigCgt", signal.SIGTERM):
+            found.append(child)
+        else:
+            below += children.get(child, ())
+    return found
+
+
 def name_of(pid: int) -> str:
     """Return the name of a process's program; ``""`` if it cannot be known."""
     try:

@@ -8,7 +8,8 @@ import sys
 import time
 from pathlib import Path
 
-from launcher import Mpi, children_of, environment, find, send_signal, session_of
+import pytest
+from launcher import Mpi, children_of, environment, send_signal, session_of, slow
 from run_scripts import write
 from test_warm import EACH_IMPORTS, fork_server, server_pid, server_variables
 
@@ -26,7 +27,8 @@ time.sleep(2)  # a second one would come now
 Path("saved").write_text(str(len(came)))
 sys.exit(75)
 """
-SLURM, PBS = {"SLURM_JOB_ID": "7"}, {"PBS_JOBID": "7.head"}
+PROGRAM = ("--no-python", sys.executable)
+SLURM, PBS, NONE = {"SLURM_JOB_ID": "7"}, {"PBS_JOBID": "7.head"}, {}
 
 
 def tree_of(pid: int) -> list[int]:
@@ -35,8 +37,13 @@ def tree_of(pid: int) -> list[int]:
 
 
 def signal_job(job: dict[str, str], *roots: int) -> None:
-    """Send TERM as a scheduler does: SLURM to all of a job, PBS to a session."""
-    if job == SLURM:
+    """Send TERM as a scheduler does: SLURM to all of a job, PBS to a session.
+
+    Without one `supervise` alone gets USR1, as before a time limit.
+    """
+    if job == NONE:
+        send_signal([roots[0]], signal.SIGUSR1)
+    elif job == SLURM:
         for root in roots:
             send_signal(tree_of(root), signal.SIGTERM)
             time.sleep(0.5)  # two at once would be one
@@ -74,12 +81,27 @@ def count_of_terms(
     return (folder / "saved").read_text()
 
 
-def test_a_fork_in_another_session_than_its_proxy_gets_it_once(tmp_path: Path) -> None:
+@pytest.mark.parametrize("mpi", ["openmpi-5", slow("mpich")], indirect=True)
+def test_a_fork_in_another_session_than_its_proxy_gets_it_once(
+    mpi: Mpi, tmp_path: Path
+) -> None:
     """SLURM has signalled it, too; PBS has not."""
-    mpi = find("openmpi-5")
     script = write(tmp_path, SAVES_AT_TERM)
     with fork_server(mpi, tmp_path):
         server = server_pid(tmp_path)
         for job in (PBS, SLURM):  # that of SLURM ends the server, too
             found = count_of_terms(mpi, tmp_path, job, script, server=server)
             assert found == "1", job
+
+
+@pytest.mark.parametrize("mpi", ["mpich"], indirect=True)
+@pytest.mark.parametrize(
+    ("job", "words"),
+    [(SLURM, ()), (PBS, PROGRAM), slow(NONE, ()), slow(SLURM, PROGRAM)],
+)
+def test_under_mpich_it_reaches_each_rank_once(
+    mpi: Mpi, job: dict[str, str], words: tuple[str, ...], tmp_path: Path
+) -> None:
+    """Hydra starts each rank in a session of its own, with the signals it blocks."""
+    script = write(tmp_path, SAVES_AT_TERM)
+    assert count_of_terms(mpi, tmp_path, job, *words, script) == "1"

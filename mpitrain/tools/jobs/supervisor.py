@@ -49,6 +49,7 @@ from mpitrain.record.supervised import (
     record_restart,
 )
 from mpitrain.schedulers import detect, seconds_left
+from mpitrain.schedulers.signals import had_term
 from mpitrain.settings import check_values, setting
 from mpitrain.tools.jobs import chain
 from mpitrain.tools.jobs.check_nodes import launcher_of
@@ -57,6 +58,7 @@ from mpitrain.tools.jobs.launch_words import LaunchWords, parse_words
 from mpitrain.tools.jobs.node_choice import NodeChoice
 from mpitrain.tools.jobs.warm_nodes import WarmNodes
 from mpitrain.watchdog.coordinator import HANG_STATUS
+from mpitrain.watchdog.process import Ancestor, ranks_below, send_signal, status_of
 
 # Blocked in this process, and taken by `sigtimedwait`.
 SIGNALS = {signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCHLD}
@@ -140,11 +142,12 @@ class Supervisor:
     ) -> int:
         """Run a program with TERM blocked, and return its exit status.
 
-        75 if it was not started, since the job is stopping. USR2 stops it, if any does.
+        75 if it was not started, since the job is stopping. USR2 stops it, or TERM to
+        its ranks on this host, unless the scheduler has signalled them.
         When ``has_failed`` it has `LINGER_SECONDS` to end: mpirun may wait for a host
         that is gone.
         """
-        failed_at = math.inf
+        failed_at, is_told = math.inf, False
         self._wait(0.0)
         if self.is_stopping:
             return Stopped.exit_status
@@ -164,10 +167,13 @@ class Supervisor:
         while process.poll() is None:
             with contextlib.suppress(KeyError, OSError):
                 os.utime(Path(environ[STATUS_FILE]).parent)  # it is not left behind
-            if self._wait(60.0 if has_failed is None else 1.0) and send_usr2:
+            if self._wait(60.0 if has_failed is None else 1.0) and not is_told:
+                is_told = True  # a second signal would end ranks that save
                 time.sleep(0.5)  # until a scheduler has signalled mpirun, too
-                process.send_signal(signal.SIGUSR2)
-                send_usr2 = False  # a second one would end ranks that save
+                if send_usr2:
+                    process.send_signal(signal.SIGUSR2)
+                else:
+                    _terminate_ranks(process.pid, environ)
             if has_failed is not None and failed_at == math.inf and has_failed():
                 failed_at = time.monotonic()
             if time.monotonic() >= min(self._kill_at, failed_at + LINGER_SECONDS):
@@ -361,6 +367,14 @@ def _train(
         terminated, end = supervisor.is_terminated, supervisor.end
         chain.requeue(environ, config.script, terminated=terminated, end=end)
     return supervisor, status
+
+
+def _terminate_ranks(launcher: int, environ: Mapping[str, str]) -> None:
+    if (status := status_of(launcher)) is not None:
+        above = [Ancestor(launcher, status[2])]
+        for rank in ranks_below(launcher):
+            if not had_term(rank, above, environ):
+                send_signal(rank, signal.SIGTERM)
 
 
 def _token(folder: Path) -> str:
