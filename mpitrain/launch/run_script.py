@@ -286,7 +286,8 @@ def run_program(
         start_new_session=True,
     ) as killer:
         argv = (target.name, *target.args)
-        del environ[RANK_PID]  # it is the rank: a training in it would be one of many
+        # It is the rank: a training in it would be one of many.
+        environ.pop(RANK_PID, None)  # none without mpirun
         child = subprocess.Popen(argv, executable=path, env=environ, process_group=0)
         assert killer.stdin is not None
         killer.stdin.write(b"%d\n" % child.pid)

@@ -112,3 +112,15 @@ Path("got-" + os.environ["RANK"]).touch()
         started.wait()
     assert (tmp_path / "got-0").exists()
     assert (tmp_path / "got-1").exists()
+
+
+def test_a_program_runs_without_mpirun(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "mpitrain", "run", "--no-python", "/bin/true"],
+        cwd=tmp_path,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
