@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,6 +17,8 @@ from pathlib import Path
 from mpitrain.files import read_json, write_json
 from mpitrain.launch.env_checks import STATUS_FILE, beside_status
 from mpitrain.record.jsonl import changed_at
+
+logger = logging.getLogger("mpitrain")
 
 RESTARTS = "restarts.jsonl"
 
@@ -122,6 +125,12 @@ def begin_start(
         Path(f"{environ[STATUS_FILE]}.{it}") for it in ("run", "before", "restarts")
     )
     if supervision is not None:
-        write_json(restarts, vars(supervision))
+        try:
+            write_json(restarts, vars(supervision))
+        except OSError as error:  # a full disk
+            if not restarts.exists():
+                raise
+            # That of the start before differs in the time and the count of restarts.
+            logger.warning("supervise: %s is not renewed: %s", restarts, error)
     with contextlib.suppress(FileNotFoundError):
         os.replace(run, before)

@@ -272,6 +272,25 @@ print(supervisor.run(["false"], os.environ, send_usr2=True))
     assert done.stdout == "137 True\n75\n", done.stderr
 
 
+def test_a_full_disk_keeps_no_training_from_its_restart(tmp_path: Path) -> None:
+    """As a full one does, a limit of 0 bytes lets no file be written."""
+    mpirun, starts = tmp_path / "mpirun", tmp_path / "starts"
+    mpirun.write_text(
+        "#!/bin/sh\n"
+        "ulimit -S -f unlimited\n"
+        f"echo >>{starts}\n"
+        f"[ $(wc -l <{starts}) = 2 ] && exit 0\n"
+        "prlimit --fsize=0:unlimited --pid $PPID\n"
+        "exit 137\n"
+    )
+    mpirun.chmod(0o755)
+    words = ["--restarts", "1", "--launcher", "openmpi", "--", str(mpirun)]
+    done = supervise([*words, "-np", "1", "python", "x.py"], dict(os.environ))
+    assert done.returncode == 0, done.stderr
+    assert starts.read_text() == "\n\n"
+    assert "status.restarts is not renewed: [Errno 27] File too large" in done.stderr
+
+
 def supervise(
     words: list[str], environ: dict[str, str]
 ) -> subprocess.CompletedProcess[str]:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
+from unittest.mock import Mock
+
+import pytest
 
 from mpitrain.cli import main
 from mpitrain.mpi.launchers import LAUNCHERS
@@ -10,11 +14,11 @@ from mpitrain.tools.jobs.launch_words import parse_words
 from mpitrain.tools.jobs.node_choice import NodeChoice
 
 
-def test_a_node_that_computes_wrongly_is_in_no_later_probe(tmp_path: Path) -> None:
-    hosts, file = tmp_path / "all", tmp_path / "chosen"
+def choice_of_three(folder: Path, file: Path) -> NodeChoice:
+    hosts = folder / "all"
     hosts.write_text("a.x.org slots=2\nb slots=2\nc slots=2\n")
     words = f"mpirun --hostfile {hosts} python -m mpitrain".split()
-    choice = NodeChoice(
+    return NodeChoice(
         parse_words(words, LAUNCHERS["openmpi"]),
         {},
         file,
@@ -22,6 +26,26 @@ def test_a_node_that_computes_wrongly_is_in_no_later_probe(tmp_path: Path) -> No
         minimum=1,
         seconds=9.0,
     )
+
+
+def test_a_full_disk_leaves_the_nodes_as_they_were(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    choice = choice_of_three(tmp_path, tmp_path / "chosen")
+    assert choice.leave_out("b")
+    with monkeypatch.context() as full:
+        error = OSError(errno.ENOSPC, "No space left on device")
+        full.setattr(Path, "write_bytes", Mock(side_effect=error))
+        assert not choice.leave_out("c")
+    assert "chosen is not renewed: [Errno 28] No space left" in caplog.text
+    assert choice.hosts == ["a.x.org", "c"]
+    assert choice.leave_out("c")
+    assert choice.hosts == ["a.x.org"]
+
+
+def test_a_node_that_computes_wrongly_is_in_no_later_probe(tmp_path: Path) -> None:
+    file = tmp_path / "chosen"
+    choice = choice_of_three(tmp_path, file)
     assert choice.leave_out("b")
     assert file.read_text() == "a.x.org slots=2\nc slots=2\n"
     assert "--exclude" not in choice.begin_probe(), "it may be there again"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +12,8 @@ from mpitrain.files import write_atomic
 from mpitrain.schedulers import detect
 from mpitrain.tools.jobs.hostfile import HostfileConfig, parse, text_of
 from mpitrain.tools.jobs.launch_words import LaunchWords
+
+logger = logging.getLogger("mpitrain")
 
 
 class NodeChoice:
@@ -96,9 +99,13 @@ class NodeChoice:
             return False
         if text == before:  # its name is another one there
             return False
-        self._lost = lost
         self._wrong += (hostname,) * is_wrong
-        write_atomic(self._file, text)
+        try:
+            write_atomic(self._file, text)
+        except OSError as error:  # a full disk
+            logger.warning("supervise: %s is not renewed: %s", self._file, error)
+            return False
+        self._lost = lost
         return True
 
     def begin_probe(self) -> list[str]:
