@@ -42,6 +42,7 @@ from mpitrain.mpi.collectives import all_or_none, barrier
 from mpitrain.mpi.implementation import has_library
 from mpitrain.mpi.launchers import is_program
 from mpitrain.mpi.world import World
+from mpitrain.schedulers.signals import had_term
 from mpitrain.watchdog.heartbeat import State
 from mpitrain.watchdog.process import has_signal, launchers_of, name_of
 
@@ -170,7 +171,7 @@ def _stop_at_usr2(rank_itself: int) -> None:
 
 
 def _had_term(rank: int) -> bool:
-    """Whether TERM went to all processes of this node, as schedulers send it.
+    """Whether a scheduler has sent TERM to a rank, or to the proxy that passes it on.
 
     Job scripts block it in the launcher, where it is pending from then on.
     """
@@ -314,13 +315,22 @@ def failure(name: str, status: int) -> ProgramFailed:
 
 @contextlib.contextmanager
 def _forwarding(child: subprocess.Popen[bytes]) -> Iterator[None]:
+    has_forwarded_term = False
+
     def forward(number: int, frame: FrameType | None) -> None:  # noqa: ARG001
+        nonlocal has_forwarded_term
         is_usr2 = number == signal.SIGUSR2
         if is_usr2 and not has_signal(child.pid, "SigCgt", number):
             signal.signal(number, signal.SIG_IGN)
+            if has_forwarded_term:
+                return
             number = signal.SIGTERM  # as for a script
-        had_it = number == signal.SIGTERM and _had_term(os.getpid())
-        if child.returncode is None and not had_it:
+        if number == signal.SIGTERM:
+            # PBS signals no program of a warm rank in another session than mpirun.
+            if had_term(child.pid, launchers_of(os.getpid()), os.environ):
+                return
+            has_forwarded_term = True
+        if child.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(child.pid, number)
 

@@ -89,9 +89,10 @@ def test_a_fork_in_another_session_than_its_proxy_gets_it_once(
     script = write(tmp_path, SAVES_AT_TERM)
     with fork_server(mpi, tmp_path):
         server = server_pid(tmp_path)
-        for job in (PBS, SLURM):  # that of SLURM ends the server, too
-            found = count_of_terms(mpi, tmp_path, job, script, server=server)
-            assert found == "1", job
+        # That of SLURM ends the server, too.
+        for job, words in ((PBS, ()), (PBS, PROGRAM), (SLURM, ())):
+            found = count_of_terms(mpi, tmp_path, job, *words, script, server=server)
+            assert found == "1", (job, words)
 
 
 @pytest.mark.parametrize("mpi", ["mpich"], indirect=True)
