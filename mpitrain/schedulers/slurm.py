@@ -51,7 +51,7 @@ def read_allocation(environ: Mapping[str, str]) -> tuple[AllocatedNode, ...]:
 
 def seconds_left(job_id: str) -> float | None:
     """Ask `squeue` how long a job may still run; ``None`` without a limit or answer."""
-    return parse_time_left(query("squeue", "-h", "-j", job_id, "-o", "%L"))
+    return parse_time_left(_of_job(job_id, "%L"))
 
 
 def parse_time_left(text: str) -> float | None:
@@ -84,7 +84,14 @@ def read_job(job_id: str) -> JobRecord | None:
 
 def is_running(job_id: str) -> bool:
     """Ask `squeue` whether a job runs; one that is being cancelled does not."""
-    return query("squeue", "-h", "-j", job_id, "-o", "%T").strip() == "RUNNING"
+    return _of_job(job_id, "%T") == "RUNNING"
+
+
+def _of_job(job_id: str, field: str) -> str:
+    """Ask `squeue` for a field; of an array, or a het job, it may list all jobs."""
+    text = query("squeue", "-h", "-j", job_id, "-o", f"%A {field}")
+    line = re.search(rf"^{re.escape(job_id)} (.*)$", text, re.MULTILINE)
+    return line[1].strip() if line else ""
 
 
 def lost_nodes(hostnames: Sequence[str]) -> dict[str, str]:

@@ -286,7 +286,7 @@ def test_of_two_limits_the_nearer_one_counts(
     limit: float, nearest: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     squeue = tmp_path / "squeue"
-    squeue.write_text("#!/bin/sh\necho 1:00\n")
+    squeue.write_text("#!/bin/sh\necho 1 1:00\n")
     squeue.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.setenv("SLURM_JOB_ID", "1")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import get_args
@@ -10,7 +11,7 @@ import pytest
 
 from mpitrain.errors import LaunchError, UsageError
 from mpitrain.mpi.launchers import HostFileFormat
-from mpitrain.schedulers import pbs, read_allocation
+from mpitrain.schedulers import pbs, read_allocation, seconds_left, slurm
 from mpitrain.schedulers.allocation import AllocatedNode
 from mpitrain.schedulers.slurm import expand_nodes, expand_tasks
 from mpitrain.tools.jobs.hostfile import parse, render
@@ -112,6 +113,31 @@ def test_slurm_tells_the_job_its_nodes_and_tasks() -> None:
 def test_what_slurm_tells_amiss_is_named(change: dict[str, str], words: str) -> None:
     with pytest.raises(LaunchError, match=words):
         read_allocation(SLURM | change)
+
+
+@pytest.mark.parametrize(
+    ("job_id", "seconds", "is_running"), [("17", 598.0, True), ("18", None, False)]
+)
+def test_a_job_of_an_array_is_told_from_the_others(
+    job_id: str,
+    seconds: float | None,
+    is_running: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """`squeue -j` lists all jobs of an array by the id of one."""
+    squeue = tmp_path / "squeue"
+    squeue.write_text(
+        "#!/bin/sh\n"
+        'case "$5" in\n'
+        "*%L) printf '117 1:00:00\\n17 9:58\\n18 INVALID\\n';;\n"
+        "*%T) printf '117 PENDING\\n17 RUNNING\\n18 COMPLETING\\n';;\n"
+        "esac\n"
+    )
+    squeue.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    assert seconds_left({"SLURM_JOB_ID": job_id}) == seconds
+    assert slurm.is_running(job_id) == is_running
 
 
 @pytest.mark.parametrize(
