@@ -135,6 +135,20 @@ def _warn_if_random(
     return found
 
 
+def warn_if_collate_draws(samples: Samples, world: World) -> None:
+    """Warn of a ``collate_fn`` whose random numbers depend on who shares a batch.
+
+    Of data whose batches depend on the number of ranks; local.
+    """
+    draws = not isinstance(samples, InMemory) and samples.collate_draws()
+    if draws and world.is_rank_zero:
+        logger.warning(
+            "collate_fn draws random numbers, which depend on the samples of a "
+            "micro-batch, and so results on the number of ranks; draw them in the data "
+            "set's __getitem__, or train with --bitwise"
+        )
+
+
 def check_data_set(dataset: Any, what: str) -> None:
     """Refuse several sets, and a `DataLoader`, which yields batches.
 

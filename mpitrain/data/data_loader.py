@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from mpitrain.config import NumWorkers
-from mpitrain.data.custom import build_samples
+from mpitrain.data.custom import build_samples, warn_if_collate_draws
 from mpitrain.data.loader import Batch, BatchLoader
 from mpitrain.data.samples import CollateFn
 from mpitrain.data.sharding import RankShard, max_shard_size
@@ -94,6 +94,7 @@ class DataLoader:
             num_workers=num_workers,
             collate_fn=collate_fn and functools.partial(_collate_whole, collate_fn),
         )
+        warn_if_collate_draws(self._samples, world)
         self._has_collate_fn = collate_fn is not None
         self._loader = BatchLoader(
             self._samples, world, _unchanged, dtype=None, min_rows=min_rows

@@ -9,7 +9,6 @@ to another step at another number of ranks.
 from __future__ import annotations
 
 import copy
-import functools
 import itertools
 import json
 import logging
@@ -21,7 +20,7 @@ import numpy as np
 import torch
 from torch.utils.data import IterableDataset, default_collate, get_worker_info
 
-from mpitrain.data.map_style import PADDING, collate, raise_if_bad
+from mpitrain.data.map_style import PADDING, Collate, Key, raise_if_bad
 from mpitrain.data.randomness import seeded
 from mpitrain.data.samples import CollateFn, LoadedBatch, digest, leaves_of
 from mpitrain.data.sharding import Indices, RankShard, StreamPlace
@@ -66,11 +65,11 @@ class IterableStyle:
         collate_fn: CollateFn = default_collate,
     ) -> None:
         self.dataset = dataset
-        self._collate = functools.partial(collate, collate_fn)
+        self._collate = Collate(collate_fn, seed)
         self._seed = seed
         self._num_workers = num_workers
         self._method = method
-        self._first: tuple[int, Any] | None = None  # number and sample
+        self._first: tuple[Key, Any] | None = None
 
     @property
     def has_shards(self) -> bool:
@@ -101,10 +100,15 @@ class IterableStyle:
         """Read the same sample again; it differs if the stream is random."""
         return raise_if_bad(self._collate([self._read_first()]))
 
-    def _read_first(self) -> tuple[int, Any]:
+    def collate_draws(self) -> bool:
+        """Whether ``collate_fn`` draws random numbers; local."""
+        self.example()
+        return self._collate.draws(self._first)
+
+    def _read_first(self) -> tuple[Key, Any]:
         with seeded(self._seed, 0, 0):
             for sample in self.dataset:
-                return 0, sample
+                return (0, 0), sample
         raise DataError(f"the stream {type(self.dataset).__name__!r} has no samples")
 
     def batches(self, rank_shard: RankShard, epoch: int) -> Iterator[LoadedBatch]:
@@ -135,7 +139,7 @@ class _WorkerBatches(IterableDataset[LoadedBatch]):
         rank_shard: RankShard,
         epoch: int,
         seed: int,
-        collate_samples: Callable[[list[tuple[int, Any]]], LoadedBatch],
+        collate_samples: Callable[[list[tuple[Key, Any]]], LoadedBatch],
     ) -> None:
         self.collate = collate_samples
         self.dataset = dataset
@@ -172,8 +176,9 @@ class _WorkerBatches(IterableDataset[LoadedBatch]):
                     shard = next(shards, None)
             if not batch:
                 return
-            padding = [(PADDING, None)] * (self.rank_shard.min_rows - 1)
-            yield self.collate([*batch, *padding])._replace(place=place)
+            batch += [(PADDING, None)] * (self.rank_shard.min_rows - 1)
+            keyed = [((self.epoch, number), sample) for number, sample in batch]
+            yield self.collate(keyed)._replace(place=place)
 
     def _shards(self, worker: int, num_workers: int) -> Iterator[_Numbered]:
         num_ranks, rank = self.rank_shard.stream_shard

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 from collections.abc import Callable, Iterator
@@ -11,7 +12,14 @@ import numpy as np
 from torch.utils.data import DataLoader, Dataset, Subset, default_collate
 
 from mpitrain.config import NumWorkers
-from mpitrain.data.randomness import own_random_state, sample_seeds, seed_all, uniform
+from mpitrain.data.randomness import (
+    batch_seed,
+    own_random_state,
+    random_state,
+    sample_seeds,
+    seed_all,
+    uniform,
+)
 from mpitrain.data.samples import (
     BadSample,
     CollateFn,
@@ -36,7 +44,10 @@ GETTERS = ("__getitem__", "__getitems__")
 MAX_TRIES = 100  # samples that may be bad before the first good one
 
 
-PADDING = -1  # in place of the number of a sample, see `collate`
+PADDING = -1  # in place of the number of a sample, see `Collate`
+
+Key = tuple[int, int]
+"""Of a sample: the epoch, and its number."""
 
 
 class MapStyle:
@@ -70,10 +81,10 @@ class MapStyle:
         self.is_deterministic = isinstance(dataset, SampleReader) and not random_crops
         self._sample_dataset = _SampleDataset(dataset, seed, random_crops, skip)
         self._batch_sampler = _BatchSampler()
-        self._collate = functools.partial(collate, collate_fn, skip=skip)
+        self._collate = Collate(collate_fn, seed, skip=skip)
         self._order = order
         self._loader: DataLoader[Any] | WorkerPool | None = None
-        self._first: tuple[int, Any] | None = None  # number and sample
+        self._first: tuple[Key, Any] | None = None
         options: dict[str, Any] = {"collate_fn": self._collate, "pin_memory": pin}
         if num_workers == "auto":
             assert world is not None
@@ -104,7 +115,7 @@ class MapStyle:
             self._first = self._find_first()
         return raise_if_bad(self._collate([self._first] * num_rows))
 
-    def _find_first(self) -> tuple[int, Any]:
+    def _find_first(self) -> tuple[Key, Any]:
         tries = min(self.num_samples, MAX_TRIES)
         for index in range(tries):
             first = self._sample_dataset[0, index]
@@ -120,6 +131,11 @@ class MapStyle:
         """Read the same sample again; it differs if the data set is random."""
         index = int(self.example().indices[0])
         return raise_if_bad(self._collate([self._sample_dataset[0, index]]))
+
+    def collate_draws(self) -> bool:
+        """Whether ``collate_fn`` draws random numbers; local."""
+        self.example()
+        return self._collate.draws(self._first)
 
     def batches(self, rank_shard: RankShard, epoch: int) -> Iterator[LoadedBatch]:
         """Read batches, ahead of time if there are workers."""
@@ -179,7 +195,7 @@ class _SampleDataset(Dataset[Any]):
         names = (n for of in type(dataset).__mro__ for n in GETTERS if n in vars(of))
         self._has_many = next(names, "") == "__getitems__"
 
-    def __getitems__(self, keys: list[tuple[int, int]]) -> list[tuple[int, Any]]:
+    def __getitems__(self, keys: list[Key]) -> list[tuple[Key, Any]]:
         if isinstance(self.dataset, SampleReader) or not keys:
             return [self._get(*key) for key in keys]
         seeds = sample_seeds(self.seed, keys[0][0], [index for _, index in keys])
@@ -187,22 +203,23 @@ class _SampleDataset(Dataset[Any]):
         with own_random_state():
             return [self._get(*key, of) for key, of in zip(keys, seeds, strict=True)]
 
-    def __getitem__(self, key: tuple[int, int]) -> tuple[int, Any]:
+    def __getitem__(self, key: Key) -> tuple[Key, Any]:
         return self.__getitems__([key])[0]
 
-    def _get(self, epoch: int, index: int, seed: int = 0) -> tuple[int, Any]:
+    def _get(self, epoch: int, index: int, seed: int = 0) -> tuple[Key, Any]:
+        key = epoch, index
         if index == PADDING:
-            return index, None
+            return key, None
         try:
-            return index, self._read(epoch, index, seed)
+            return key, self._read(epoch, index, seed)
         except BadSample as bad:
             # Returned, not raised: DataLoader cannot carry it out of a worker whole.
-            return index, bad
+            return key, bad
         except Exception as error:
             if not self.skip:
                 raise
             where = f"sample {index} of {type(self.dataset).__name__}"
-            return index, BadSample(where, repr(error))
+            return key, BadSample(where, repr(error))
 
     def _read(self, epoch: int, index: int, seed: int) -> Any:
         if not isinstance(self.dataset, SampleReader):
@@ -216,36 +233,63 @@ class _SampleDataset(Dataset[Any]):
         return self.dataset.read(index, numbers)
 
 
-def collate(
-    collate_fn: CollateFn, samples: list[tuple[int, Any]], *, skip: bool = False
-) -> LoadedBatch:
-    """Make a batch of pairs of number and sample; a `BadSample` is left out.
+class Collate:
+    """Makes a batch of pairs of key and sample; a `BadSample` is left out.
 
     Without `skip` the batch's inputs are the first `BadSample` instead. A number
     `PADDING` asks for a row more than one: the last sample is repeated, if there are
     fewer. That is done here, since a batch of any kind cannot be cut or joined later.
+
+    What a custom ``collate_fn`` draws depends on ``seed``, the epoch and the samples of
+    the batch, not on the process, or on what it has drawn before.
     """
-    num_rows = 1 + sum(index == PADDING for index, _ in samples)
-    samples = [(index, sample) for index, sample in samples if index != PADDING]
-    bad = [sample for _, sample in samples if isinstance(sample, BadSample)]
-    good = [(i, sample) for i, sample in samples if not isinstance(sample, BadSample)]
-    indices = np.array([index for index, _ in good], np.int64)
-    skipped = tuple(f"{sample.where}: {sample.reason}" for sample in bad)
-    if bad and not skip:
-        return LoadedBatch(bad[0], None, indices, skipped)
-    if not good:
-        return LoadedBatch(None, None, indices, skipped)
-    rows = [sample for _, sample in good]
-    rows += rows[-1:] * (num_rows - len(rows))
-    try:
-        batch = collate_fn(rows)
-    except (KeyError, RuntimeError, TypeError) as error:
-        if collate_fn is not default_collate:
-            raise
-        return LoadedBatch(_refused(rows, indices, error), None, indices, skipped)
-    if isinstance(batch, tuple | list) and len(batch) == PAIR:
-        return LoadedBatch(batch[0], batch[1], indices, skipped)
-    return LoadedBatch(batch, None, indices, skipped)
+
+    def __init__(self, collate_fn: CollateFn, seed: int, *, skip: bool = False) -> None:
+        self._collate_fn, self._seed, self._skip = collate_fn, seed, skip
+        self._is_default = collate_fn is default_collate
+
+    def __call__(self, samples: list[tuple[Key, Any]]) -> LoadedBatch:
+        """Make a batch; of no samples, an empty one."""
+        epoch = samples[0][0][0] if samples else 0
+        numbered = [(number, sample) for (_, number), sample in samples]
+        num_rows = 1 + sum(number == PADDING for number, _ in numbered)
+        numbered = [pair for pair in numbered if pair[0] != PADDING]
+        bad = [sample for _, sample in numbered if isinstance(sample, BadSample)]
+        good = [pair for pair in numbered if not isinstance(pair[1], BadSample)]
+        indices = np.array([number for number, _ in good], np.int64)
+        skipped = tuple(f"{sample.where}: {sample.reason}" for sample in bad)
+        if bad and not self._skip:
+            return LoadedBatch(bad[0], None, indices, skipped)
+        if not good:
+            return LoadedBatch(None, None, indices, skipped)
+        rows = [sample for _, sample in good]
+        rows += rows[-1:] * (num_rows - len(rows))
+        try:
+            batch = self._call(rows, epoch, indices)
+        except (KeyError, RuntimeError, TypeError) as error:
+            if not self._is_default:
+                raise
+            return LoadedBatch(_refused(rows, indices, error), None, indices, skipped)
+        if isinstance(batch, tuple | list) and len(batch) == PAIR:
+            return LoadedBatch(batch[0], batch[1], indices, skipped)
+        return LoadedBatch(batch, None, indices, skipped)
+
+    def _call(self, rows: list[Any], epoch: int, indices: Indices) -> Any:
+        if self._is_default:  # it draws nothing
+            return self._collate_fn(rows)
+        with own_random_state():
+            seed_all(batch_seed(self._seed, epoch, indices))
+            return self._collate_fn(rows)
+
+    def draws(self, first: tuple[Key, Any] | None) -> bool:
+        """Whether ``collate_fn`` draws from torch, numpy or `random`; local."""
+        if self._is_default or first is None:
+            return False
+        with own_random_state():
+            before = random_state()
+            with contextlib.suppress(Exception):  # raised again for a real batch
+                self._collate_fn([first[1]] * PAIR)  # of one it may mix nothing
+            return random_state() != before
 
 
 def _refused(samples: list[Any], indices: Indices, error: Exception) -> DataError:

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import hashlib
 import random
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -64,6 +66,12 @@ def sample_seeds(seed: int, epoch: int, indices: Sequence[int]) -> list[int]:
     return seeds
 
 
+def batch_seed(seed: int, epoch: int, indices: Indices) -> int:
+    """Return the seed of a batch of some samples, of which numbers are drawn."""
+    found = hashlib.blake2b(indices.tobytes(), digest_size=4).digest()
+    return int(_key(seed, epoch, "batch")[0]) % 2**32 ^ int.from_bytes(found)
+
+
 def seed_all(seed: int) -> None:
     """Seed torch, numpy and `random`."""
     import torch
@@ -82,14 +90,34 @@ def seeded(seed: int, epoch: int, index: int) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def own_random_state() -> Iterator[None]:
-    """Let the process have its random numbers back at the end of this context."""
+def own_random_state(device: str = "cpu") -> Iterator[None]:
+    """Let the process have its random numbers back at the end of this context.
+
+    Also those of a device other than the CPU, if it draws there.
+    """
     import torch
 
     before = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    module = None if device == "cpu" else torch.get_device_module(device)
+    of_device = module.get_rng_state(device) if module else None
     try:
         yield
     finally:
         random.setstate(before[0])
         np.random.set_state(before[1])
         torch.set_rng_state(before[2])
+        if module:
+            module.set_rng_state(of_device, device)
+
+
+def random_state(device: str = "cpu") -> list[object]:
+    """Return the state of torch, numpy and `random`; equal if none has drawn."""
+    import torch
+
+    of_numpy: Any = np.random.get_state()
+    found = [random.getstate(), of_numpy[1].tobytes(), of_numpy[2:]]
+    found.append(torch.get_rng_state().numpy().tobytes())
+    if device != "cpu":
+        of_device = torch.get_device_module(device).get_rng_state(device)
+        found.append(of_device.numpy().tobytes())
+    return found

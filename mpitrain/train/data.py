@@ -18,9 +18,10 @@ from mpitrain.config import TrainConfig
 from mpitrain.data.custom import Samples, build_samples
 from mpitrain.data.in_memory import InMemory
 from mpitrain.data.loader import Batch, BatchLoader, RankStep
+from mpitrain.data.randomness import random_state
 from mpitrain.data.samples import digest
 from mpitrain.data.sampling import EpochOrder, Sampling
-from mpitrain.data.sharding import MicroBatchAssignment, RankShard, StreamPlace
+from mpitrain.data.sharding import Indices, MicroBatchAssignment, RankShard, StreamPlace
 from mpitrain.errors import UsageError
 from mpitrain.mpi.collectives import all_or_none, world_comm
 from mpitrain.mpi.shared_arrays import Communicator
@@ -83,6 +84,7 @@ class TrainData:
         sets = {"train": self.train, **sets}
         self.num_samples = {name: it.num_samples for name, it in sets.items()}
         self._test_loaders: list[BatchLoader] = []
+        self._transformed = set[bool]()  # in training, in an evaluation
         self.num_steps = self._num_steps()
         task.set_up(config, world, self.train, self.val)
 
@@ -96,10 +98,38 @@ class TrainData:
         return BatchLoader(
             samples,
             self._world,
-            functools.partial(self._task.transform, is_training=is_training),
+            functools.partial(self._transform, is_training=is_training),
             dtype=self._task.dtype,
             min_rows=self.min_rows if is_training else 1,
         )
+
+    def _transform(
+        self, inputs: Any, indices: Indices, epoch: int, *, is_training: bool
+    ) -> Any:
+        """Call the task's; the first time see whether it draws random numbers."""
+        transform = functools.partial(self._task.transform, is_training=is_training)
+        if is_training in self._transformed:
+            return transform(inputs, indices, epoch)
+        before = random_state(self._world.device)
+        found = transform(inputs, indices, epoch)
+        if random_state(self._world.device) != before:
+            self._tell_of_draws()
+        self._transformed.add(is_training)
+        return found
+
+    def _tell_of_draws(self) -> None:
+        kind = type(self._task).__name__
+        found = f"{kind}.transform draws random numbers of its process"
+        expected = (
+            "draw from np.random.default_rng([seed, epoch, index]) for each sample, or "
+            "in the data set's __getitem__"
+        )
+        if self._config.bitwise:
+            raise UsageError(f"--bitwise: {found}; expected: {expected}")
+        if self._world.is_rank_zero:
+            logger.warning(
+                "%s, so results depend on the number of ranks; %s", found, expected
+            )
 
     def set_stage(self, samples: tuple[Samples, Samples] | None) -> None:
         """Let a stage have these samples to train and to validate; local.

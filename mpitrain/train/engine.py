@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from mpitrain.config import TrainConfig
-from mpitrain.data.custom import check_data_set
+from mpitrain.data.custom import check_data_set, warn_if_collate_draws
 from mpitrain.data.loader import Batch, BatchLoader
 from mpitrain.data.randomness import rank_seed
 from mpitrain.data.samples import kind_of
@@ -131,6 +131,8 @@ class Engine:
             train_data, val_data, config, world, self.ranks, task, sampling
         )
         samples = self.data.train
+        if not is_exact:
+            warn_if_collate_draws(samples, world)
         model = unwrap_model(model, world)
         if any(map(is_lazy, (*model.parameters(), *model.buffers()))):
             example = self.data.loader(samples).example()

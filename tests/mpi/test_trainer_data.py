@@ -21,17 +21,30 @@ from reference_training import (
     trained,
 )
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    TensorDataset,
+    default_collate,
+)
 
+from mpitrain.data.loader import Batch
+from mpitrain.data.map_style import MapStyle
 from mpitrain.data.sharding import Indices, epoch_order
 from mpitrain.data.worker_pool import WorkerPool
 from mpitrain.errors import DataError, UsageError
 from mpitrain.mpi.world import World
 from mpitrain.tasks.image_classification.datasets.named import InMemory
+from mpitrain.tasks.task import Task
 from mpitrain.train.callbacks import Callback
 from mpitrain.train.trainer import Trainer
 
 pytestmark = pytest.mark.mpi
+
+
+def cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(outputs, targets, reduction="none")
 
 
 class Streamed(IterableDataset[tuple[Tensor, Tensor]]):
@@ -235,6 +248,75 @@ def test_a_random_data_set_is_told_by_rank_zero_whoever_notices(
     trained(world, data=Noisy(world.rank), epochs=1)
     told = caplog.text.count("results depend on the number of ranks")
     assert told == (world.is_rank_zero and world.world_size > 1)
+
+
+def mixing(samples: list[Any]) -> Any:
+    """Draw for the whole batch."""
+    inputs, targets = default_collate(samples)
+    return inputs.lerp(inputs.roll(1, 0), float(torch.rand(()))), targets
+
+
+class Perturbing(Task):
+    """Its inputs are noisy in training, or in evaluations."""
+
+    def __init__(self, *, in_training: bool) -> None:
+        super().__init__()
+        self.in_training = in_training
+
+    def transform(self, inputs: Any, *args: Any, is_training: bool) -> Any:
+        found = super().transform(inputs, *args, is_training=is_training)
+        is_noisy = is_training is self.in_training
+        return found + torch.rand(()) if is_noisy else found
+
+
+@pytest.mark.parametrize("bitwise", [False, True])
+def test_a_collate_fn_that_draws_is_told_where_it_depends_on_the_ranks(
+    world: World, bitwise: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    seen: dict[tuple[int, ...], float] = {}
+
+    class Sees(Callback):
+        def on_batch_start(self, trainer: Any, batch: Batch) -> None:
+            if len(batch):
+                seen[(batch.epoch, *batch.indices.tolist())] = float(batch.inputs.sum())
+
+    data, settings = some(NUM_SAMPLES), config_of(bitwise=bitwise, epochs=1)
+    trainer = Trainer(
+        Net(),
+        data,
+        data,
+        settings,
+        world=world,
+        callbacks=[Sees()],
+        collate_fn=mixing,
+        loss=cross_entropy,
+    )
+    trainer.fit()
+    told = caplog.text.count("collate_fn draws random numbers")
+    assert told == (world.is_rank_zero and not bitwise)
+    # This rank's batches, made by a process that has drawn otherwise.
+    again = MapStyle(data, seed=1, collate_fn=mixing)
+    for (epoch, *indices), total in seen.items():
+        read = again.read(np.array(indices), epoch, 1).inputs.double().sum()
+        assert float(read) == total
+
+
+@pytest.mark.parametrize("in_training", [False, True])
+def test_a_transform_that_draws_is_told_or_refused(
+    world: World, in_training: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fit(**settings: Any) -> None:
+        data, task = some(NUM_SAMPLES), Perturbing(in_training=in_training)
+        config = config_of(epochs=1, **settings)
+        Trainer(
+            Net(), data, data, config, world=world, task=task, loss=cross_entropy
+        ).fit()
+
+    fit()
+    told = caplog.text.count("Perturbing.transform draws random numbers")
+    assert told == world.is_rank_zero
+    with pytest.raises(UsageError, match=r"--bitwise: Perturbing.transform draws"):
+        fit(bitwise=True)
 
 
 class Mirrored(TensorDataset):

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+import random
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +14,9 @@ import pytest
 import torch
 from data_files import write_folder
 from torch import Tensor
+from torch.utils.data import IterableDataset, default_collate
 
+from mpitrain.data.iterable import IterableStyle
 from mpitrain.data.map_style import MapStyle
 from mpitrain.data.samples import BadSample
 from mpitrain.data.sharding import RankShard
@@ -116,3 +122,94 @@ def test_a_sample_of_another_shape_is_named_within_dicts_and_lists(make: Any) ->
     words = r"batch differ: sample 5 has shapes \[.*\], sample 8 \[.*Resize or crop"
     with pytest.raises(DataError, match=words):
         list(MapStyle(samples, seed=1).batches(SHARD, 1))
+
+
+# --- random numbers of collate_fn -----------------------------------------------------
+
+
+def noisy(samples: list[Any]) -> tuple[Tensor, Tensor]:
+    """Draw from all three generators, for the batch."""
+    drawn = random.random() + np.random.rand() + float(torch.rand(()))
+    return torch.full((len(samples),), drawn, dtype=torch.float64), torch.zeros(1)
+
+
+class Streamed(IterableDataset[Any]):
+    """The numbers one after another."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(range(20))
+
+
+def of_map_style(seed: int = 1, num_workers: Any = 0) -> MapStyle:
+    dataset: Any = range(20)
+    return MapStyle(dataset, seed=seed, num_workers=num_workers, collate_fn=noisy)
+
+
+def of_stream(seed: int = 1, num_workers: int = 0) -> IterableStyle:
+    of = Streamed()
+    return IterableStyle(of, seed=seed, num_workers=num_workers, collate_fn=noisy)
+
+
+def drawn(samples: Any, *, epoch: int = 1, **changes: Any) -> dict[int, float]:
+    """What is drawn for each batch of fixed samples, by its first sample."""
+    random.seed()
+    torch.seed()
+    np.random.seed()
+    try:
+        of_epoch = samples.batches(replace(SHARD, **changes), epoch)
+        some = itertools.islice(of_epoch, 6)  # of a stream it has no end
+        batches = [batch for batch in some if len(batch.indices)]
+    finally:
+        samples.close()
+    return {int(batch.indices[0]): float(batch.inputs[0]) for batch in batches}
+
+
+@pytest.mark.parametrize("make", [of_map_style, of_stream])
+def test_what_collate_fn_draws_depends_on_seed_epoch_and_samples_alone(
+    make: Any,
+) -> None:
+    order = None if make is of_stream else SHARD.order
+    changes = {"order": order, "micro_batch_size": 5}
+    expected = drawn(make(), **changes)
+    assert list(expected) == [0, 5, 10, 15]
+    assert len(set(expected.values())) == 4
+    assert drawn(make(num_workers=2), **changes) == expected
+    wide = changes | {"global_batch_size": 10, "world_size": 2}
+    of_ranks = [drawn(make(), **wide, rank=rank) for rank in range(2)]
+    assert of_ranks[0] | of_ranks[1] == expected
+    for others in (drawn(make(), epoch=2, **changes), drawn(make(seed=2), **changes)):
+        assert not {*others.values()} & {*expected.values()}
+
+
+def test_what_collate_fn_draws_is_the_same_on_resume() -> None:
+    rest = drawn(of_map_style(), first_step=2)
+    assert rest.items() < drawn(of_map_style()).items()
+
+
+def test_collate_fn_leaves_the_random_numbers_of_the_process() -> None:
+    samples = of_map_style()
+    batches = samples.batches(SHARD, 1)
+    torch.manual_seed(3)
+    next(batches)
+    found = torch.rand(2)
+    torch.manual_seed(3)
+    assert torch.equal(found, torch.rand(2))
+
+
+@pytest.mark.parametrize(
+    ("collate_fn", "draws"),
+    [
+        (noisy, True),
+        (lambda rows: torch.randperm(len(rows)) if len(rows) > 1 else None, True),
+        (torch.tensor, False),
+        (default_collate, False),
+    ],
+)
+@pytest.mark.parametrize("kind", [MapStyle, IterableStyle])
+def test_a_collate_fn_that_draws_is_found(
+    kind: Any, collate_fn: Any, draws: bool
+) -> None:
+    dataset = range(20) if kind is MapStyle else Streamed()
+    before = torch.get_rng_state()
+    assert kind(dataset, seed=1, collate_fn=collate_fn).collate_draws() is draws
+    assert torch.equal(before, torch.get_rng_state())
