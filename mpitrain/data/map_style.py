@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -240,6 +240,9 @@ class Collate:
     `PADDING` asks for a row more than one: the last sample is repeated, if there are
     fewer. That is done here, since a batch of any kind cannot be cut or joined later.
 
+    Whether batches are inputs and targets is decided once: a list of two texts, or of
+    two graphs, looks like a pair, but is none of three.
+
     What a custom ``collate_fn`` draws depends on ``seed``, the epoch and the samples of
     the batch, not on the process, or on what it has drawn before.
     """
@@ -247,6 +250,7 @@ class Collate:
     def __init__(self, collate_fn: CollateFn, seed: int, *, skip: bool = False) -> None:
         self._collate_fn, self._seed, self._skip = collate_fn, seed, skip
         self._is_default = collate_fn is default_collate
+        self._makes_pairs: bool | None = None  # not known yet
 
     def __call__(self, samples: list[tuple[Key, Any]]) -> LoadedBatch:
         """Make a batch; of no samples, an empty one."""
@@ -270,9 +274,27 @@ class Collate:
             if not self._is_default:
                 raise
             return LoadedBatch(_refused(rows, indices, error), None, indices, skipped)
-        if isinstance(batch, tuple | list) and len(batch) == PAIR:
+        if self._makes_pairs is None:
+            self._makes_pairs = self._is_pair_of_any_length(batch, rows)
+        if not self._makes_pairs:
+            return LoadedBatch(batch, None, indices, skipped)
+        if _is_pair(batch):
             return LoadedBatch(batch[0], batch[1], indices, skipped)
-        return LoadedBatch(batch, None, indices, skipped)
+        mixed = DataError(
+            f"collate_fn made {kind_of(batch)} of {len(rows)} samples, and pairs of "
+            "inputs and targets of others; expected pairs of all, or of none"
+        )
+        return LoadedBatch(mixed, None, indices, skipped)
+
+    def _is_pair_of_any_length(self, batch: Any, rows: list[Any]) -> bool:
+        if self._is_default:  # it makes a list of a row with two parts, or of texts
+            is_text = isinstance(rows[0], str | bytes)
+            return isinstance(rows[0], Sequence) and not is_text and _is_pair(batch)
+        found = [batch]
+        for num in (1, 3) * _is_pair(batch):
+            with own_random_state(), contextlib.suppress(Exception):
+                found.append(self._collate_fn(rows[:1] * num))
+        return all(map(_is_pair, found))
 
     def _call(self, rows: list[Any], epoch: int, indices: Indices) -> Any:
         if self._is_default:  # it draws nothing
@@ -290,6 +312,10 @@ class Collate:
             with contextlib.suppress(Exception):  # raised again for a real batch
                 self._collate_fn([first[1]] * PAIR)  # of one it may mix nothing
             return random_state() != before
+
+
+def _is_pair(batch: Any) -> bool:
+    return isinstance(batch, tuple | list) and len(batch) == PAIR
 
 
 def _refused(samples: list[Any], indices: Indices, error: Exception) -> DataError:

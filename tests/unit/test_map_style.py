@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import random
 from collections.abc import Iterator
@@ -213,3 +214,57 @@ def test_a_collate_fn_that_draws_is_found(
     before = torch.get_rng_state()
     assert kind(dataset, seed=1, collate_fn=collate_fn).collate_draws() is draws
     assert torch.equal(before, torch.get_rng_state())
+
+
+TEXTS = [f"text {i}" for i in range(7)]
+COLLATE_FNS: dict[str, tuple[list[Any], Any, bool]] = {  # samples, collate_fn, is pair
+    "texts": (TEXTS, default_collate, False),
+    "the samples": ([torch.zeros(i + 1) for i in range(7)], list, False),
+    "pairs as they are": ([(torch.zeros(i + 1), i) for i in range(7)], list, False),
+    "lengths": (TEXTS, lambda texts: [len(it) for it in texts], False),
+    "two views": (TEXTS, lambda texts: [*texts, *texts], False),
+    "a pair of each": ([(1, 2)] * 7, default_collate, True),
+    "a list of two": ([[1, "a"]] * 7, default_collate, True),
+    "columns": ([(1, 2)] * 7, lambda rows: tuple(zip(*rows, strict=True)), True),
+    "a pair of a text": (TEXTS, lambda texts: [texts, len(texts)], True),
+}
+
+
+@pytest.mark.parametrize("kind", [*COLLATE_FNS])
+@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_two_samples_are_a_pair_only_if_three_are(
+    kind: str, num_workers: int, is_stream: bool
+) -> None:
+    dataset, collate_fn, is_pair = COLLATE_FNS[kind]
+    style: Any = IterableStyle if is_stream else MapStyle
+    options = {"seed": 1, "num_workers": num_workers, "collate_fn": collate_fn}
+    for size in (1, 2, 3):
+        samples = style(dataset, **options)  # in no worker anything is decided yet
+        order = None if is_stream else np.arange(6, dtype=np.int64)
+        shard = RankShard(
+            rank=0, world_size=1, global_batch_size=size, order=order, max_steps=2
+        )
+        batches = [it for it in samples.batches(shard, 1) if len(it.indices)]
+        samples.close()
+        for number, found in enumerate(batches):
+            batch = collate_fn(dataset[number * size : (number + 1) * size])
+            expected = tuple(batch) if is_pair else (batch, None)
+            assert repr((found.inputs, found.targets)) == repr(expected)
+        assert len(batches) == 2
+
+
+def test_whether_batches_are_pairs_draws_nothing_and_holds_for_all() -> None:
+    samples = MapStyle([*range(8)], seed=1, collate_fn=lambda rows: torch.rand(2))
+    torch.manual_seed(0)
+    samples.example()
+    found = torch.get_rng_state()
+    torch.manual_seed(0)
+    assert found.equal(torch.get_rng_state())
+    odd = MapStyle([*range(8)], seed=1, collate_fn=lambda rows: (*rows[:2], *rows[4:]))
+    assert odd.example(2).targets is None
+    odd = MapStyle(
+        [*range(8)], seed=1, collate_fn=lambda rows: [1] * (2 + (max(rows) > 1))
+    )
+    with pytest.raises(DataError, match=r"made list of int, int, int of 2 samples"):
+        list(odd.batches(dataclasses.replace(SHARD, global_batch_size=2), 1))
