@@ -46,12 +46,14 @@ def build_samples(
     num_workers: NumWorkers = 0,
     skip: bool = False,
     collate_fn: CollateFn | None = None,
+    reads_whole: bool = False,
 ) -> Samples:
     """Make samples of a data set; collective over all ranks, which are compared.
 
     It is a `TensorDataset`, a map-style or iterable-style data set, or samples already;
     `what` names it in messages. A batch of pairs is inputs and targets; one of another
-    kind, which ``collate_fn`` may make, is both.
+    kind, which ``collate_fn`` may make, is both. With ``reads_whole`` the shards of a
+    stream are not asked for.
     """
     if isinstance(dataset, InMemory | MapStyle | IterableStyle):
         return dataset
@@ -66,6 +68,7 @@ def build_samples(
             num_workers=0 if num_workers == "auto" else num_workers,
             method=method,
             collate_fn=collate_fn,
+            reads_whole=reads_whole,
         )
         if not stream.has_shards:
             _warn_if_random(stream, what, world, ranks)

@@ -12,7 +12,7 @@ import copy
 import itertools
 import json
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -46,6 +46,9 @@ PLAIN = (str, bytes, int, float, np.ndarray, np.generic)
 class IterableStyle:
     """An iterable-style data set.
 
+    `has_shards`: ranks read shards of it; with ``reads_whole`` never, so that samples
+    have the numbers of its order.
+
     It may have `set_epoch(epoch)`, called before an epoch, and `shard(num_shards,
     index)`. `get_worker_info` returns ``None`` in both: the shards are of workers, too.
     """
@@ -63,18 +66,15 @@ class IterableStyle:
         num_workers: int = 0,
         method: StartMethod = "fork",
         collate_fn: CollateFn = default_collate,
+        reads_whole: bool = False,
     ) -> None:
         self.dataset = dataset
-        self._collate = Collate(collate_fn, seed)
-        self._seed = seed
+        self.has_shards = hasattr(dataset, "shard") and not reads_whole
+        self.collate = Collate(collate_fn, seed)
+        self.seed = seed
         self._num_workers = num_workers
         self._method = method
         self._first: tuple[Key, Any] | None = None
-
-    @property
-    def has_shards(self) -> bool:
-        """Whether ranks read shards of it, not the whole."""
-        return hasattr(self.dataset, "shard")
 
     def num_shards(self, rank_shard: RankShard) -> int:
         """Return into how many shards an epoch is cut; 0: ranks read the whole.
@@ -94,19 +94,19 @@ class IterableStyle:
         """Return the first sample; repeated, if ``num_rows`` are wanted."""
         if self._first is None:  # read once: in the middle of a training others wait
             self._first = self._read_first()
-        return raise_if_bad(self._collate([self._first] * num_rows))
+        return raise_if_bad(self.collate([self._first] * num_rows))
 
     def reread_example(self) -> LoadedBatch:
         """Read the same sample again; it differs if the stream is random."""
-        return raise_if_bad(self._collate([self._read_first()]))
+        return raise_if_bad(self.collate([self._read_first()]))
 
     def collate_draws(self) -> bool:
         """Whether ``collate_fn`` draws random numbers; local."""
         self.example()
-        return self._collate.draws(self._first)
+        return self.collate.draws(self._first)
 
     def _read_first(self) -> tuple[Key, Any]:
-        with seeded(self._seed, 0, 0):
+        with seeded(self.seed, 0, 0):
             for sample in self.dataset:
                 return (0, 0), sample
         raise DataError(f"the stream {type(self.dataset).__name__!r} has no samples")
@@ -115,14 +115,14 @@ class IterableStyle:
         """Read batches until the stream ends; then empty ones."""
         context = worker_context(self._method) if self._num_workers else None
         loader = build_loader(
-            _WorkerBatches(self.dataset, rank_shard, epoch, self._seed, self._collate),
+            _WorkerBatches(self, rank_shard, epoch),
             batch_size=None,
             collate_fn=_identity,  # else arrays become tensors
             num_workers=self._num_workers,
             multiprocessing_context=context,
         )
         loaded = map(raise_if_bad, iterate_loader(loader))
-        nothing = self._collate([])
+        nothing = self.collate([])
         for indices in rank_shard:  # no worker makes the batches that are empty for us
             yield next(loaded, nothing) if len(indices) else nothing
 
@@ -134,18 +134,11 @@ class _WorkerBatches(IterableDataset[LoadedBatch]):
     """The batches that one worker makes: every n-th of its rank's."""
 
     def __init__(
-        self,
-        dataset: Any,
-        rank_shard: RankShard,
-        epoch: int,
-        seed: int,
-        collate_samples: Callable[[list[tuple[Key, Any]]], LoadedBatch],
+        self, samples: IterableStyle, rank_shard: RankShard, epoch: int
     ) -> None:
-        self.collate = collate_samples
-        self.dataset = dataset
-        self.rank_shard = rank_shard
-        self.epoch = epoch
-        self.seed = seed
+        self.dataset, self.has_shards = samples.dataset, samples.has_shards
+        self.collate, self.seed = samples.collate, samples.seed
+        self.rank_shard, self.epoch = rank_shard, epoch
 
     def __iter__(self) -> Iterator[LoadedBatch]:
         info = get_worker_info()
@@ -153,16 +146,15 @@ class _WorkerBatches(IterableDataset[LoadedBatch]):
         # A set that shards itself over workers, as torch's documentation shows, would
         # do so a second time, and samples be lost: get_worker_info returns None to it.
         hide_worker_info()
-        has_shards = hasattr(self.dataset, "shard")
         _set_epoch(self.dataset, self.epoch)
-        if has_shards:
+        if self.has_shards:
             shards = self._shards(worker, num_workers)
         else:
             shards = iter([_Numbered(self.dataset, self)])
         shard = next(shards, None)
         batches = (indices for indices in self.rank_shard if len(indices))
         for indices in itertools.islice(batches, worker, None, num_workers):
-            if shard is not None and not has_shards:
+            if shard is not None and not self.has_shards:
                 shard.skip(int(indices[0]))  # another rank's
             batch: list[tuple[int, Any]] = []
             place = None

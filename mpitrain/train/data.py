@@ -145,10 +145,15 @@ class TrainData:
 
     @contextlib.contextmanager
     def test_loader(
-        self, data: Any, strategy: Strategy, what: str = "the test data"
+        self,
+        data: Any,
+        strategy: Strategy,
+        what: str = "the test data",
+        *,
+        reads_whole: bool = False,
     ) -> Iterator[BatchLoader]:
         """Return a loader of another data set for an evaluation, in this context."""
-        samples = self._samples(data, what)
+        samples = self._samples(data, what, reads_whole=reads_whole)
         strategy.check_samples(samples)
         loader = self.loader(samples)
         self._test_loaders.append(loader)
@@ -331,7 +336,7 @@ class TrainData:
         for samples in (self.train, *self.val_sets.values()):
             samples.close()
 
-    def _samples(self, data: Any, what: str) -> Samples:
+    def _samples(self, data: Any, what: str, *, reads_whole: bool = False) -> Samples:
         config, device = self._config, self._world.device
         samples = build_samples(
             data,
@@ -342,6 +347,7 @@ class TrainData:
             num_workers=config.num_workers or 0,
             skip=config.on_bad_sample == "skip",
             collate_fn=self._task.collate_fn,
+            reads_whole=reads_whole,
         )
         if device == "cpu" or not isinstance(samples, InMemory):
             return samples

@@ -390,7 +390,9 @@ class Engine:
         self.ranks.check_equal(does, "write=", "Expected the same on every rank")
         what = "the data to predict"
         with (
-            self.data.test_loader(data, self.strategy, what) as loader,
+            self.data.test_loader(
+                data, self.strategy, what, reads_whole=True
+            ) as loader,
             self._evaluation(loader) as model,
         ):
             return predict(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,8 @@ from mpitrain.data.sharding import Indices, RankShard
 from mpitrain.errors import DataError
 from mpitrain.launch.job import heartbeat
 from mpitrain.mpi.shared_arrays import Communicator
+
+logger = logging.getLogger("mpitrain")
 
 Writer = Callable[[Indices, list[Any]], object]
 """Takes numbers of samples, int64 `(N,)`, and their outputs, on the CPU."""
@@ -31,9 +34,9 @@ def predict(
     """Return each sample's outputs on rank zero, or write them; and their number.
 
     Collective. As in `evaluate`, a rank without samples has a batch for the model's
-    collectives.
+    collectives. A sample that is skipped has the outputs ``None``, and is not written.
     """
-    found: list[tuple[int, Any]] = []
+    found: dict[int, Any] = {}
     num_samples = 0  # of this rank
     for step in loader.steps(rank_shard, epoch=0):
         number = step.number * rank_shard.world_size + rank_shard.rank
@@ -51,12 +54,28 @@ def predict(
             # Step by step, so that no message is large. A view would send its whole.
             mine = [map_tensors(torch.clone, it) for it in mine]
             for indices, of_rank in ranks.gather((batch.indices, mine)):
-                found += zip(indices.tolist(), of_rank, strict=True)
-    num_samples = sum(ranks.allgather(num_samples))
+                found.update(zip(indices.tolist(), of_rank, strict=True))
+    of_ranks = ranks.allgather((num_samples, loader.skipped))
+    num_samples = sum(num for num, _ in of_ranks)
+    if rank_shard.rank == 0:
+        _warn_of_skipped([error for _, skipped in of_ranks for error in skipped])
     if write is not None or rank_shard.rank:
         return None, num_samples
-    found.sort(key=lambda pair: pair[0])
-    return [outputs for _, outputs in found], num_samples
+    total = loader.samples.num_samples
+    numbers = sorted(found) if total is None else range(total)
+    return [found.get(number) for number in numbers], num_samples
+
+
+def _warn_of_skipped(skipped: list[str]) -> None:
+    for error in skipped:
+        logger.info("skipped: %s", error)
+    if skipped:
+        logger.warning(
+            "%d samples cannot be read: predict has None in place of their outputs, or "
+            "does not write them; the first is %s",
+            len(skipped),
+            skipped[0],
+        )
 
 
 def _samples_of(outputs: Any, num_rows: int) -> list[Any]:

@@ -399,7 +399,7 @@ class Trainer:
 
         Returns:
             On rank zero, without ``write``: the outputs of each sample, on the CPU, in
-            the order of the data set; else ``None``.
+            the order of the data set, ``None`` for skipped ones; else ``None``.
 
         Raises:
             DataError: Outputs have no row for each sample; see `Task.predict_step`.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from mpitrain import (
     World,
 )
 from mpitrain.checkpoint.layout import list_checkpoints
-from mpitrain.mpi.shared_arrays import Communicator
+from mpitrain.mpi.shared_arrays import Communicator, communicator
 from mpitrain.record.reading import Run
 from mpitrain.record.run_dir import read_result
 from mpitrain.tools.report.report import ReportConfig, report
@@ -196,6 +197,64 @@ def test_a_stream_is_predicted_in_its_order(world: World) -> None:
     found = trainer.predict(Stream())
     if world.is_rank_zero:
         assert [float(it[1]) for it in found or ()] == [0.0, 1, 2, 3, 4, 5, 6]
+
+
+class OfFiles:
+    """0 to 6; by `shard` every n-th, from the last shard on."""
+
+    def __init__(self, numbers: range = range(7)) -> None:
+        self.numbers = numbers
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return (torch.full((3,), float(i), dtype=torch.float64) for i in self.numbers)
+
+    def shard(self, num_shards: int, index: int) -> OfFiles:
+        return OfFiles(self.numbers[num_shards - 1 - index :: num_shards])
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_stream_with_shards_is_predicted_in_its_order(
+    world: World, num_workers: int
+) -> None:
+    trainer = trainer_of(world, settings={"num_workers": num_workers})
+    trainer.fit()
+    trainer.task.predict_step = lambda model, batch: batch.inputs[:, 0]  # type: ignore[method-assign]
+    found = trainer.predict(OfFiles())
+    if world.is_rank_zero:
+        assert [*map(float, found or ())] == [0, 1, 2, 3, 4, 5, 6]
+
+
+class Broken:
+    """7 samples; 2 and 3 cannot be read."""
+
+    def __len__(self) -> int:
+        return 7
+
+    def __getitem__(self, index: int) -> Tensor:
+        if index in (2, 3):
+            raise OSError("broken file")
+        return torch.full((3,), float(index), dtype=torch.float64)
+
+
+def test_a_sample_that_is_skipped_has_no_outputs(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer = trainer_of(world, settings={"on_bad_sample": "skip"})
+    trainer.fit()
+    trainer.task.predict_step = lambda model, batch: batch.inputs[:, 0]  # type: ignore[method-assign]
+    found = trainer.predict(Broken())
+    warned = [it.getMessage() for it in caplog.records if "predict" in it.getMessage()]
+    assert len(warned) == world.is_rank_zero
+    if world.is_rank_zero:
+        assert [*map(str, found or ())][2:4] == ["None", "None"]
+        kept = [float(it) for it in found or () if it is not None]
+        assert kept == [0, 1, 4, 5, 6]
+        assert warned[0].startswith("2 samples cannot be read")
+        assert "broken file" in warned[0]
+    written: list[int] = []
+    trainer.predict(Broken(), lambda at, _: written.extend(at.tolist()))
+    of_ranks = communicator(world).allgather(written)
+    assert sorted(i for it in of_ranks for i in it) == [0, 1, 4, 5, 6]
 
 
 def test_a_training_needs_no_validation_data(
