@@ -22,6 +22,7 @@ from mpitrain.checkpoint.tensors import (
     KERNELS,
     OBJECTS,
     SPARSE,
+    check_optimizer,
     load_model,
     load_states,
     split_state,
@@ -169,6 +170,7 @@ def _pack_optimizer(
 def _check_weights(
     name: str, optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str]
 ) -> None:
+    check_optimizer(optimizer)
     groups = optimizer.param_groups
     if any(weight not in names for group in groups for weight in group["params"]):
         raise UsageError(

@@ -252,6 +252,43 @@ def _optimizer_state(
                 ).on_all_ranks()
 
 
+def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse an optimizer that keeps more than a checkpoint holds; local."""
+    kind, problem = type(optimizer), ""
+    owner = next(it for it in kind.__mro__ if "state_dict" in vars(it))
+    others = {} if _is_torchs(kind) else vars(optimizer)  # ZeRO has one in `optim`
+    wrapped = [
+        key
+        for key, value in others.items()
+        if any(isinstance(it, torch.optim.Optimizer) for it in _members(value))
+    ]
+    keys = [key for key in optimizer.state if not isinstance(key, Tensor)]
+    if not _is_torchs(owner):
+        problem = "has a state_dict() of its own"
+    elif wrapped:
+        problem = f"has another optimizer in its attribute {wrapped[0]!r}"
+    elif keys:
+        problem = f"has the key {keys[0]!r} in its state, which is no weight"
+    if problem:
+        raise UsageError(
+            f"the optimizer {kind.__name__} {problem}: a checkpoint cannot hold what "
+            "it keeps there. Expected one class that keeps all in self.state[weight] "
+            "and in the numbers of self.param_groups, or no Checkpointer"
+        ).on_all_ranks()
+    if isinstance(local := getattr(optimizer, "optim", None), torch.optim.Optimizer):
+        check_optimizer(local)
+
+
+def _is_torchs(kind: type) -> bool:
+    return kind.__module__.partition(".")[0] == "torch"
+
+
+def _members(value: Any) -> Iterable[Any]:
+    if isinstance(value, Mapping):
+        return value.values()
+    return value if isinstance(value, list | tuple) else (value,)
+
+
 def plain_param_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     """Return the numbers of an optimizer's groups, such as the learning rate."""
     kinds = (bool, int, float, str, tuple)
@@ -283,6 +320,7 @@ def schedules_to_save(optimizer: OptimizerWrapper) -> dict[str, Any]:
     """Return what JSON can hold of the user's optimizers and schedulers."""
     states = []
     for it in optimizer.optimizers:
+        check_optimizer(it.optimizer)
         state = (
             {} if it.scheduler is None else _with_text_keys(it.scheduler.state_dict())
         )

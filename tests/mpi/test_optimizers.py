@@ -752,3 +752,73 @@ def test_a_scheduler_whose_state_cannot_be_saved_is_refused_at_the_start(
     callbacks = [Checkpointer(run_dir)]
     with pytest.raises(UsageError, match="the state of MultiStepLR has a Tensor"):
         trained(world, DDP, optimizer=adamw, scheduler=strange, callbacks=callbacks)
+
+
+class Wrapping(torch.optim.SGD):
+    """Steps by another optimizer."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, lr)
+        self.base = torch.optim.SGD(self.param_groups, lr, momentum=0.9)
+
+
+class Chained(torch.optim.SGD):
+    """Steps by several."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, lr)
+        self.parts = [torch.optim.SGD(self.param_groups, lr, momentum=0.9)]
+
+
+class Counting(torch.optim.SGD):
+    """Counts by a key of its state."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, lr)
+        self.state["steps"] = {"number": 0}  # type: ignore[index]
+
+
+class Telling(torch.optim.SGD):
+    """Says what it keeps."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "number": 0}
+
+
+KEEP_MORE = {
+    Wrapping: "another optimizer in its attribute 'base'",
+    Chained: "another optimizer in its attribute 'parts'",
+    Counting: "the key 'steps' in its state",
+    Telling: r"a state_dict\(\) of its own",
+}
+
+
+@pytest.mark.parametrize("kind", [*KEEP_MORE])
+def test_an_optimizer_that_keeps_more_than_is_saved_is_refused_at_the_start(
+    world: World, run_dir: Path, kind: Any
+) -> None:
+    def make(model: nn.Module) -> Any:
+        return kind(model.parameters(), lr=0.1)
+
+    history, callbacks = History(), [Checkpointer(run_dir)]
+    words = f"the optimizer {kind.__name__} has {KEEP_MORE[kind]}.*no Checkpointer"
+    with pytest.raises(UsageError, match=words):
+        trained(world, DDP, optimizer=make, callbacks=[history, *callbacks])
+    assert not history.steps
+    trained(world, DDP, optimizer=make)
+    model = nn.Linear(2, 1)
+    checkpointer = Checkpointer(run_dir / "loop")
+    with pytest.raises(UsageError, match=words):
+        checkpointer.save(1, model=model, optimizer=make(model))
+
+
+def test_an_optimizer_within_zero_that_keeps_more_is_refused(
+    world: World, run_dir: Path
+) -> None:
+    def make(model: nn.Module) -> Any:
+        weights: Any = model.parameters()
+        return ZeroRedundancyOptimizer(weights, optimizer_class=Telling, lr=0.1)
+
+    settings, callbacks = {"shard_optimizer": True}, [Checkpointer(run_dir)]
+    with pytest.raises(UsageError, match="the optimizer Telling has"):
+        trained(world, settings, optimizer=make, callbacks=callbacks)
