@@ -10,17 +10,19 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from mpitrain.config import TrainConfig
-from mpitrain.data.samples import to_dtype
+from mpitrain.data.samples import digest, kind_of, to_dtype
 from mpitrain.errors import UsageError
 from mpitrain.mpi.shared_arrays import Communicator
 from mpitrain.mpi.world import World
 from mpitrain.torch_compat import without_compile_wrappers
+from mpitrain.train.checks import shown_names
 from mpitrain.train.meta_device import is_on_meta
 
 logger = logging.getLogger("mpitrain")
@@ -83,13 +85,48 @@ def check_same_model(
     """Check that the model is the same on all ranks; collective."""
     tensors = [*model.named_parameters(), *model.named_buffers()]
     shapes = [(name, it.shape, it.dtype, it.requires_grad) for name, it in tensors]
-    digest = hashlib.sha256(repr(shapes).encode()).hexdigest()[:8]
+    of_shapes = hashlib.sha256(repr(shapes).encode()).hexdigest()[:8]
     ranks.check_equal(
         f"{sum(tensor.numel() for _, tensor in tensors)} numbers in {len(tensors)} "
-        f"tensors (names, shapes, requires_grad {digest})",
+        f"tensors (names, shapes, requires_grad {of_shapes})",
         what,
         "Expected the same on every rank; its first weights are rank zero's",
     )
+    of_ranks = ranks.allgather(_plain_tensors(model))
+    found = {
+        name for others in of_ranks for name, _ in others.items() ^ of_ranks[0].items()
+    }
+    if found:
+        raise UsageError(
+            f"{shown_names(sorted(found))} of {what} differs between ranks: a tensor "
+            "that is neither weight nor buffer, so that ranks do not get rank zero's. "
+            "Expected register_buffer for it, torch.manual_seed before it is made, or "
+            "None in place of what an earlier forward pass left"
+        ).on_all_ranks()
+
+
+def _plain_tensors(model: nn.Module) -> dict[str, str]:
+    """Return digests of the tensors and arrays that are attributes of modules."""
+    found: dict[str, str] = {}
+    known = {_place(it) for it in (*model.parameters(), *model.buffers())}
+    for prefix, module in model.named_modules():
+        for key, value in vars(module).items():
+            if isinstance(value, np.ndarray) and not value.dtype.hasobject:
+                value = torch.from_numpy(
+                    np.frombuffer(value.tobytes(), np.uint8).copy()
+                )
+            if not isinstance(value, Tensor) or value.layout != torch.strided:
+                continue
+            # Made of weights, which become rank zero's: by weight_norm, spectral_norm.
+            if value.grad_fn is not None or value.is_meta or _place(value) in known:
+                continue
+            text = digest(value.detach().resolve_conj().resolve_neg())
+            found[f"{prefix}.{key}".lstrip(".")] = f"{kind_of(value)} {text}"
+    return found
+
+
+def _place(tensor: Tensor) -> tuple[str, int]:
+    return str(tensor.device), tensor.untyped_storage().data_ptr()
 
 
 def place_tensor(tensor: Tensor, world: World, config: TrainConfig) -> None:

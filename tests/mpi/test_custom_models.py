@@ -671,3 +671,38 @@ def test_a_single_sample_does_not_change_running_statistics(
     assert [num for _, num in found] == [1, 2, 3, 3, 4, 5, 6, 6]
     assert found[3] == found[2]
     assert found[7] == found[6] != found[3]
+
+
+class Permuted(Net):
+    """With a tensor that is no buffer, and what torch's normalizations keep so."""
+
+    def __init__(self, kind: str, seed: int) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(seed)
+        order = torch.randperm(100, generator=generator)
+        self.inner = nn.Module()
+        self.inner.order = order.numpy() if kind == "array" else order
+        if kind == "buffer":
+            del self.inner.order
+            self.inner.register_buffer("order", order)
+        torch.manual_seed(seed)
+        layer = nn.utils.weight_norm(nn.Linear(4, 4))
+        self.normed = nn.Sequential(layer, nn.utils.spectral_norm(nn.Linear(4, 1)))
+
+    def forward(self, images: Tensor) -> Tensor:
+        return super().forward(images) + self.normed(images.flatten(1)[:, :4])
+
+
+@pytest.mark.parametrize("kind", ["tensor", "array", "buffer"])
+@pytest.mark.filterwarnings("ignore:.*weight_norm")
+def test_a_tensor_that_is_no_buffer_is_the_same_on_all_ranks(
+    world: World, kind: str
+) -> None:
+    trained(world, model=Permuted(kind, seed=1), epochs=1)
+    other = Permuted(kind, seed=world.rank)
+    if kind == "buffer" or world.world_size == 1:
+        trained(world, model=other, epochs=1)
+        return
+    words = r"inner.order of the model differs .*register_buffer.*manual_seed"
+    with pytest.raises(UsageError, match=words):
+        trained(world, model=other, epochs=1)
