@@ -13,7 +13,6 @@ process of its own. Between a proxy and its fork are two sockets:
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import fcntl
 import gc
 import importlib
@@ -42,6 +41,7 @@ from mpitrain.warm.process_state import (
     identity,
     is_renewable,
 )
+from mpitrain.watchdog.process import end_with_parent
 
 SOCKET = "MPITRAIN_FORK_SERVER"
 """Variable that names the socket of a fork server, in place of the usual one."""
@@ -69,7 +69,6 @@ MAX_REASON = 200  # characters of values in a message
 MAX_FILES = 253  # that a message of a Unix socket may carry (Linux: SCM_MAX_FD)
 _ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _OF_RANKS = (signal.SIGUSR1, signal.SIGUSR2)  # schedulers may send them to all
-_PR_SET_PDEATHSIG = 1  # of prctl(2)
 
 
 def socket_path(environ: Mapping[str, str]) -> Path:
@@ -389,13 +388,6 @@ def _fork() -> int:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         return os.fork()
-
-
-def end_with_parent(pid: int, number: int = signal.SIGTERM) -> None:
-    """Let this process get a signal when its parent, `pid`, ends."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
-    if os.getppid() != pid:
-        os._exit(1)
 
 
 def _become(

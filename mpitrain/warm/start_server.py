@@ -25,13 +25,12 @@ from mpitrain.warm.fork_server import (
     MODULES,
     SOCKET,
     ForkServer,
-    end_with_parent,
     lock_file,
     private_folder,
     try_lock,
 )
 from mpitrain.warm.process_state import identity, inherited_files
-from mpitrain.watchdog.process import Ancestor, launchers_of, name_of
+from mpitrain.watchdog.process import Ancestor, end_with_parent, launchers_of, name_of
 
 IMPORT_SECONDS = 120.0  # after which a rank begins cold
 IDLE_SECONDS = 10.0

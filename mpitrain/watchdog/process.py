@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import re
 import signal
@@ -16,6 +17,7 @@ from mpitrain.mpi.launchers import LINGERING, RANK_VARIABLES, by_process
 # Variable of a warm rank: its process id, and its proxy's, which the launcher started.
 # What the rank starts inherits it; there the first number is another's.
 PROXY = "MPITRAIN_PROXY"
+_PR_SET_PDEATHSIG = 1  # of prctl(2)
 LINGER_SECONDS = 3.0  # how long a launcher may take to notice that its rank is gone
 
 
@@ -253,3 +255,10 @@ def send_signal(pid: int, signal_number: int) -> None:
     """Send a signal to a process that may be gone, or not ours to end."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.kill(pid, signal_number)
+
+
+def end_with_parent(pid: int, number: int = signal.SIGTERM) -> None:
+    """Let this process get a signal when its parent, `pid`, ends."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
+    if os.getppid() != pid:
+        os._exit(1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -15,6 +16,7 @@ from mpitrain.errors import LaunchError, UsageError
 from mpitrain.tools.jobs import chain
 from mpitrain.tools.jobs.chain import Chain, job_number, run_dir_of
 from mpitrain.tools.jobs.jobscript import JobscriptConfig, text_of
+from mpitrain.watchdog.process import is_gone
 
 
 class Jobs:
@@ -289,6 +291,24 @@ def test_a_full_disk_keeps_no_training_from_its_restart(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert starts.read_text() == "\n\n"
     assert "status.restarts is not renewed: [Errno 27] File too large" in done.stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGHUP, signal.SIGINT])
+def test_mpirun_ends_with_its_supervise(number: signal.Signals, tmp_path: Path) -> None:
+    words = ["--launcher", "openmpi", "--", "sh", "-c", "echo $$; exec sleep 60"]
+    with subprocess.Popen(
+        [sys.executable, "-m", "mpitrain", "supervise", *words],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as job:
+        assert job.stdout is not None
+        mpirun = int(job.stdout.readline())
+        job.send_signal(number)
+        end = time.monotonic() + 10
+        while not is_gone(mpirun):
+            assert time.monotonic() < end
+            time.sleep(0.05)
 
 
 def supervise(

@@ -23,6 +23,7 @@ from mpitrain.errors import UsageError
 from mpitrain.mpi.launchers import DEFAULT, LAUNCHERS, TELL_VERSION, by_command
 from mpitrain.schedulers import lost_nodes
 from mpitrain.schedulers.allocation import AllocatedNode, query
+from mpitrain.watchdog.process import end_with_parent
 
 ANSWER = "mpitrain answers:"  # begins the line; launchers and modules print, too
 MAX_PROBES = 32  # nodes that are tried at once; each takes an mpirun on this node
@@ -155,6 +156,15 @@ def reason_in(text: str) -> str:
     lines = [line for line in lines if line and "Warning: " not in line]
     telling = [line for line in lines if TELLING.search(line)]
     return (telling or lines or [""])[0]
+
+
+def begin_without_term(parent: int) -> None:
+    """Block TERM for what becomes mpirun, and end it with its parent; after a fork.
+
+    Without the parent nobody would end it at TERM.
+    """
+    signal.pthread_sigmask(signal.SIG_SETMASK, {signal.SIGTERM})
+    end_with_parent(parent, signal.SIGINT)
 
 
 def end_session(

@@ -52,7 +52,7 @@ from mpitrain.schedulers import detect, seconds_left
 from mpitrain.schedulers.signals import had_term
 from mpitrain.settings import check_values, setting
 from mpitrain.tools.jobs import chain
-from mpitrain.tools.jobs.check_nodes import launcher_of
+from mpitrain.tools.jobs.check_nodes import begin_without_term, launcher_of
 from mpitrain.tools.jobs.jobscript import notice_seconds
 from mpitrain.tools.jobs.launch_words import LaunchWords, parse_words
 from mpitrain.tools.jobs.node_choice import NodeChoice
@@ -67,6 +67,7 @@ BAD_HOST = re.compile(
     r"\[rank \d+/\d+ (\S+)\] (its host is lost|.*this rank computes wrongly)"
 )
 LINGER_SECONDS = 8.0  # how long mpirun may take to end after its ranks
+INTERRUPT_SECONDS = 3.0  # how long mpirun may take to end after Ctrl-C
 MODULE = "-m mpitrain"
 LEFT_SECONDS = 86400.0  # after which a folder is of a job that was killed
 
@@ -155,30 +156,34 @@ class Supervisor:
             process = subprocess.Popen(
                 command,
                 env=environ,
-                preexec_fn=lambda: signal.pthread_sigmask(
-                    signal.SIG_SETMASK, {signal.SIGTERM}
-                ),
+                preexec_fn=partial(begin_without_term, os.getpid()),
             )
         except OSError as error:
             raise UsageError(
                 f"{command[0]} cannot be started: {error.strerror}; expected an mpirun "
                 "after --"
             ) from None
-        while process.poll() is None:
-            with contextlib.suppress(KeyError, OSError):
-                os.utime(Path(environ[STATUS_FILE]).parent)  # it is not left behind
-            if self._wait(60.0 if has_failed is None else 1.0) and not is_told:
-                is_told = True  # a second signal would end ranks that save
-                time.sleep(0.5)  # until a scheduler has signalled mpirun, too
-                if send_usr2:
-                    process.send_signal(signal.SIGUSR2)
-                else:
-                    _terminate_ranks(process.pid, environ)
-            if has_failed is not None and failed_at == math.inf and has_failed():
-                failed_at = time.monotonic()
-            if time.monotonic() >= min(self._kill_at, failed_at + LINGER_SECONDS):
-                self._kill_at = math.inf
-                process.kill()
+        try:
+            while process.poll() is None:
+                with contextlib.suppress(KeyError, OSError):
+                    os.utime(Path(environ[STATUS_FILE]).parent)  # it is not left behind
+                if self._wait(60.0 if has_failed is None else 1.0) and not is_told:
+                    is_told = True  # a second signal would end ranks that save
+                    time.sleep(0.5)  # until a scheduler has signalled mpirun, too
+                    if send_usr2:
+                        process.send_signal(signal.SIGUSR2)
+                    else:
+                        _terminate_ranks(process.pid, environ)
+                if has_failed is not None and failed_at == math.inf and has_failed():
+                    failed_at = time.monotonic()
+                if time.monotonic() >= min(self._kill_at, failed_at + LINGER_SECONDS):
+                    self._kill_at = math.inf
+                    process.kill()
+        except KeyboardInterrupt:
+            # Of a terminal it came to mpirun, too: a second one would end it at once.
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(INTERRUPT_SECONDS)
+            raise
         self._wait(0.0)
         status = process.returncode
         return status if status >= 0 else 128 - status

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 from mpitrain.errors import UsageError
-from mpitrain.tools.jobs.check_nodes import end_session, reason_in
+from mpitrain.tools.jobs.check_nodes import begin_without_term, end_session, reason_in
 from mpitrain.tools.jobs.launch_words import LaunchWords
 
 
@@ -64,9 +66,7 @@ class WarmNodes:
             stderr=subprocess.STDOUT,
             start_new_session=True,
             # A scheduler's TERM is for the ranks, which save, and need their server.
-            preexec_fn=lambda: signal.pthread_sigmask(
-                signal.SIG_SETMASK, {signal.SIGTERM}
-            ),
+            preexec_fn=partial(begin_without_term, os.getpid()),
         )
 
     def stop(self) -> None:
