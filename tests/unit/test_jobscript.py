@@ -443,6 +443,25 @@ def test_what_holds_the_other_nodes_of_a_pbs_job_outlives_term(
     assert done.stdout.splitlines()[-len(said) :] == said, done.stderr
 
 
+@pytest.mark.parametrize("place", ["site/bin", ".venv/bin"])
+def test_daemons_of_slurms_other_nodes_outlive_term(
+    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SLURM sends it to all processes; mpirun may be the one of a module."""
+    make_stand_ins(tmp_path / ".venv", tmp_path / "seen.json")
+    (tmp_path / ".venv/bin/mpirun").unlink()
+    lives = "kill -TERM $$; echo ${0##*/} lives"
+    lines = "$PRTE_MCA_prte_launch_agent\n$OMPI_MCA_orte_launch_agent"
+    (folder := tmp_path / place).mkdir(parents=True, exist_ok=True)
+    for name, text in (("mpirun", lines), ("prted", lives), ("orted", lives)):
+        (folder / name).write_text(f"#!/bin/sh\n{text}\n")
+        (folder / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+    text = text_of(JobscriptConfig(scheduler="slurm"), [])
+    done = run_script(text, tmp_path, tmp_path, [])
+    assert done.stdout.split("\n")[-3:-1] == ["prted lives", "orted lives"], done.stderr
+
+
 def test_mpiruns_line_for_the_remote_shell_bears_a_folder_with_blanks(
     tmp_path: Path,
 ) -> None:

@@ -60,12 +60,15 @@ cd "$SLURM_SUBMIT_DIR"
 options=({{ options }})
 {% else %}
 # mpirun is the one in .venv if there is one, else the module's. The one in .venv needs
-# to know where it is on the other nodes, and its daemons there must not end at TERM.
+# to know where it is on the other nodes.
 options=({{ options }})  # mpitrain gives each rank its cores
 if [[ -x $venv/bin/mpirun ]]; then
     options+=(--prefix "$venv")
-    export PRTE_MCA_prte_launch_agent="python -m mpitrain.tools.jobs.block_sigterm prted"
 fi
+# The daemons on the other nodes must not end at TERM. (Open MPI 5, then 4.)
+agent="python -m mpitrain.tools.jobs.block_sigterm"
+export PRTE_MCA_prte_launch_agent="$agent prted"
+export OMPI_MCA_orte_launch_agent="$agent orted"
 {% endif %}
 {% endblock %}
 {% block start %}
