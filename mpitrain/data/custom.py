@@ -148,7 +148,7 @@ def warn_if_collate_draws(samples: Samples, world: World) -> None:
         logger.warning(
             "collate_fn draws random numbers, which depend on the samples of a "
             "micro-batch, and so results on the number of ranks; draw them in the data "
-            "set's __getitem__, or train with --bitwise"
+            "set's __getitem__"
         )
 
 

@@ -67,9 +67,10 @@ class TrainData:
         ranks: Communicator,
         task: Task,
         sampling: Sampling,
+        strategy: Strategy,
     ) -> None:
         self._config, self._world, self._ranks = config, world, ranks
-        self._task, self._sampling = task, sampling
+        self._task, self._sampling, self._strategy = task, sampling, strategy
         self.min_rows, self.places_before = 1, dict[str, Any]()
         self.train = self._samples(train_data, "the training data")
         has_names = bool(val_data) if isinstance(val_data, Mapping) else False
@@ -113,23 +114,13 @@ class TrainData:
         before = random_state(self._world.device)
         found = transform(inputs, indices, epoch)
         if random_state(self._world.device) != before:
-            self._tell_of_draws()
+            self._strategy.report_dependence(
+                f"{type(self._task).__name__}.transform draws random numbers",
+                "draw from np.random.default_rng([seed, epoch, index]) for each sample,"
+                " or in the data set's __getitem__",
+            )
         self._transformed.add(is_training)
         return found
-
-    def _tell_of_draws(self) -> None:
-        kind = type(self._task).__name__
-        found = f"{kind}.transform draws random numbers of its process"
-        expected = (
-            "draw from np.random.default_rng([seed, epoch, index]) for each sample, or "
-            "in the data set's __getitem__"
-        )
-        if self._config.bitwise:
-            raise UsageError(f"--bitwise: {found}; expected: {expected}")
-        if self._world.is_rank_zero:
-            logger.warning(
-                "%s, so results depend on the number of ranks; %s", found, expected
-            )
 
     def set_stage(self, samples: tuple[Samples, Samples] | None) -> None:
         """Let a stage have these samples to train and to validate; local.

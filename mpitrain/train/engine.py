@@ -128,7 +128,7 @@ class Engine:
         is_exact = strategy.micro_batches_are_fixed
         self._metrics = MetricObjects(task, world.device, self.ranks, is_exact=is_exact)
         self.data = TrainData(
-            train_data, val_data, config, world, self.ranks, task, sampling
+            train_data, val_data, config, world, self.ranks, task, sampling, strategy
         )
         samples = self.data.train
         if not is_exact:

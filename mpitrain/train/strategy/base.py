@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -25,6 +26,8 @@ from mpitrain.torch_compat import (
 )
 from mpitrain.train.model import copy_to_cpu
 from mpitrain.train.precision import autocast, configure_torch, is_16_bit
+
+logger = logging.getLogger("mpitrain")
 
 BUCKET_BYTES = 250 << 20  # buffers are broadcast together up to this size, as in DDP
 
@@ -114,6 +117,15 @@ class Strategy:
 
     def check_model(self, model: nn.Module) -> None:
         """Refuse a model that the strategy cannot take; on all ranks."""
+
+    def report_dependence(self, found: str, expected: str) -> None:
+        """Warn of what lets results depend on the number of ranks, or refuse it."""
+        if self.micro_batches_are_fixed:
+            raise UsageError(f"--bitwise: {found}; expected: {expected}")
+        if self.world.is_rank_zero:
+            logger.warning(
+                "%s, so results depend on the number of ranks; %s", found, expected
+            )
 
     def make_weights(self, model: nn.Module, make: Callable[[nn.Module], None]) -> None:
         """Make the weights of a model on the device meta; collective.
