@@ -357,3 +357,9 @@ def patch_work() -> None:
         ("_mpitrain_patched", True),
     ):
         setattr(dist.Work, name, value)
+
+
+def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an optimizer has hooks before or after its steps (torch 2.9 to 2.15)."""
+    names = "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"
+    return any(getattr(optimizer, name, None) for name in names)

@@ -72,20 +72,28 @@ def batch_seed(seed: int, epoch: int, indices: Indices) -> int:
     return int(_key(seed, epoch, "batch")[0]) % 2**32 ^ int.from_bytes(found)
 
 
-def seed_all(seed: int) -> None:
-    """Seed torch, numpy and `random`."""
+def step_seed(seed: int, epoch: int, step: int, purpose: str) -> int:
+    """Return a seed that is equal on all ranks, for a step of the training."""
+    key = f"{seed} {epoch} {step} {purpose}".encode()
+    return int.from_bytes(hashlib.blake2b(key, digest_size=4).digest())
+
+
+def seed_all(seed: int, device: str = "cpu") -> None:
+    """Seed torch, numpy and `random`; also a device other than the CPU."""
     import torch
 
     random.seed(seed)
     np.random.seed(seed)
     torch.default_generator.manual_seed(seed)
+    if device != "cpu":
+        torch.get_device_module(device).manual_seed(seed)
 
 
 @contextlib.contextmanager
 def seeded(seed: int, epoch: int, index: int) -> Iterator[None]:
     """Seed torch, numpy and `random` for one sample in this context."""
     with own_random_state():
-        seed_all(*sample_seeds(seed, epoch, [index]))
+        seed_all(sample_seeds(seed, epoch, [index])[0])
         yield
 
 

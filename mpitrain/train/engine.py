@@ -280,7 +280,7 @@ class Engine:
         self.trained_weights.check()
         self._num_samples = num_samples
         rate_of = functools.partial(self.plan.learning_rate, self.stage, state, step)
-        self.optimizer.begin_pass(name, rate_of)
+        self.optimizer.begin_pass(name, rate_of, state.epoch, step)
         return self.optimizer.scale.value / num_samples
 
     def check_losses(self, form: str) -> None:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from mpitrain.config import TrainConfig
+from mpitrain.data.randomness import step_seed
 from mpitrain.errors import DataError, UsageError
 from mpitrain.mpi.shared_arrays import Communicator
 from mpitrain.tasks.stages import Stage
@@ -245,13 +246,18 @@ class OptimizerWrapper:
         """Those of all optimizers."""
         return [group for it in self.optimizers for group in it.optimizer.param_groups]
 
-    def begin_pass(self, name: str, rate_of: Callable[[float], float]) -> None:
+    def begin_pass(
+        self, name: str, rate_of: Callable[[float], float], epoch: int, step: int
+    ) -> None:
         """Set learning rates, drop gradients, and freeze what others train.
 
         Args:
             name: Of `names`.
             rate_of: Maps the peak learning rate of a group to that of the step.
+            epoch: Of the step.
+            step: Its number in the epoch.
         """
+        self._step = epoch, step
         self._present = [it for it in self.optimizers if it.name == name]
         for it in self._present:
             if it.scheduler is None:
@@ -387,7 +393,15 @@ class OptimizerWrapper:
 
     def _apply(self, it: ScheduledOptimizer) -> None:
         try:
-            it.optimizer.step()
+            if it.may_draw:
+                purpose = f"optimizer {self.optimizers.index(it)}"
+                seed = step_seed(self.config.seed, *self._step, purpose)
+                is_sharded = self._strategy.is_sharded or it.optimizer is not it.local
+                it.step_seeded(seed, self._strategy.world.device, is_sharded=is_sharded)
+            else:
+                it.optimizer.step()
+        except UsageError:
+            raise
         except Exception as error:
             if self.form and self._strategy.is_sharded:
                 raise UsageError(

@@ -12,7 +12,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from mpitrain.data.randomness import own_random_state, random_state, seed_all
 from mpitrain.errors import UsageError
+from mpitrain.torch_compat import has_step_hooks
 from mpitrain.train.checks import shown_names
 
 
@@ -30,6 +32,30 @@ class ScheduledOptimizer:
     def local(self) -> Any:
         """The optimizer of this rank's weights; with ZeRO, of its shard."""
         return getattr(self.optimizer, "optim", self.optimizer)
+
+    @property
+    def may_draw(self) -> bool:
+        """Whether a step may draw random numbers: torch's own optimizers do not."""
+        is_torchs = type(self.local).__module__.startswith("torch.optim.")
+        return not is_torchs or has_step_hooks(self.optimizer)
+
+    def step_seeded(self, seed: int, device: str, *, is_sharded: bool) -> None:
+        """Step one that may draw, as one that adds noise to the weights; local.
+
+        Each rank draws the same: otherwise its copy of the weights would drift away.
+        Where weights or state are sharded, they would be other numbers for a weight.
+        """
+        with own_random_state(device):
+            seed_all(seed, device)
+            before = random_state(device) if is_sharded else []
+            self.optimizer.step()
+            if is_sharded and random_state(device) != before:
+                raise UsageError(
+                    f"the step of {self.kind} draws random numbers, and ranks step "
+                    "other weights with --strategy fsdp or shard_optimizer, so results "
+                    "would depend on the number of ranks; expected --strategy ddp and "
+                    "the whole optimizer on each rank"
+                ).on_all_ranks()
 
     @property
     def can_skip(self) -> bool:

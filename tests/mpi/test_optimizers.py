@@ -26,7 +26,9 @@ from mpitrain import (
     UsageError,
     World,
 )
+from mpitrain.data.randomness import seed_all, step_seed
 from mpitrain.data.sharding import epoch_order
+from mpitrain.train.scheduled_optimizers import ScheduledOptimizer
 
 pytestmark = [
     pytest.mark.mpi,
@@ -822,3 +824,74 @@ def test_an_optimizer_within_zero_that_keeps_more_is_refused(
     settings, callbacks = {"shard_optimizer": True}, [Checkpointer(run_dir)]
     with pytest.raises(UsageError, match="the optimizer Telling has"):
         trained(world, settings, optimizer=make, callbacks=callbacks)
+
+
+# --- random numbers -------------------------------------------------------------------
+
+
+class Langevin(torch.optim.SGD):
+    """Adds noise to the weights (SGLD)."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step()
+        for group in self.param_groups:
+            for weight in group["params"]:
+                noise = torch.randn_like(weight) + np.random.rand()
+                weight.add_(noise, alpha=0.01)
+
+
+def langevin(model: nn.Module) -> Any:
+    return Langevin(model.parameters(), lr=0.0)  # noise alone
+
+
+def langevin_of_zero(model: nn.Module) -> Any:
+    return ZeroRedundancyOptimizer(model.parameters(), optimizer_class=Langevin, lr=0.0)
+
+
+@pytest.mark.parametrize("settings", [DDP, MICRO, BITWISE])
+def test_an_optimizer_that_draws_draws_the_same_on_any_rank(
+    world: World, settings: dict[str, Any]
+) -> None:
+    trainer = Trainer(
+        Net(),
+        some(NUM),
+        None,
+        TrainConfig(epochs=EPOCHS, global_batch_size=BATCH_SIZE, **settings),
+        world=world,
+        optimizer=langevin,
+    )
+    trainer.fit()
+    model = Net()  # the same noise, without a training
+    lone = langevin(model)
+    for epoch in range(1, EPOCHS + 1):
+        for step in range(STEPS):
+            seed_all(step_seed(1, epoch, step, "optimizer 0"))
+            for weight in model.parameters():
+                weight.grad = torch.zeros_like(weight)
+            lone.step()
+    for name, weight in trainer.model.state_dict().items():
+        assert torch.equal(weight, model.state_dict()[name])
+
+
+@pytest.mark.filterwarnings("ignore:DTensor random operators")
+@pytest.mark.parametrize(
+    ("make", "settings"), [(langevin, FSDP), (langevin_of_zero, DDP)]
+)
+def test_an_optimizer_of_shards_may_not_draw(
+    world: World, make: Any, settings: dict[str, Any]
+) -> None:
+    config = TrainConfig(epochs=1, global_batch_size=BATCH_SIZE, **settings)
+    trainer = Trainer(Net(), some(NUM), None, config, world=world, optimizer=make)
+    with pytest.raises(UsageError, match="Langevin draws random numbers"):
+        trainer.fit()
+
+
+def test_only_steps_that_may_draw_are_seeded() -> None:
+    weights = [nn.Parameter(torch.zeros(2))]
+    plain = torch.optim.AdamW(weights)
+    assert not ScheduledOptimizer(name="", optimizer=plain).may_draw
+    plain.register_step_post_hook(lambda *_: None)
+    assert ScheduledOptimizer(name="", optimizer=plain).may_draw
+    other = Langevin(weights, lr=0.1)
+    assert ScheduledOptimizer(name="", optimizer=other).may_draw
