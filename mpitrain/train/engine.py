@@ -17,7 +17,7 @@ from mpitrain.config import TrainConfig
 from mpitrain.data.custom import check_data_set, warn_if_collate_draws
 from mpitrain.data.loader import Batch, BatchLoader
 from mpitrain.data.randomness import rank_seed
-from mpitrain.data.samples import kind_of
+from mpitrain.data.samples import digest, kind_of
 from mpitrain.data.sampling import Sampling
 from mpitrain.errors import DataError, UsageError
 from mpitrain.models.model_config import model_config
@@ -170,6 +170,7 @@ class Engine:
         for stage in self.plan.stages:
             if stage.trainable is not None:
                 stage.weights(self.model)  # an error now, not hours later
+        self._loss, self._loss_buffers = nn.Module(), dict[str, str]()
         torch.manual_seed(rank_seed(config.seed, world.rank))  # of dropout
 
     def prepare_loss(self, loss: Any) -> None:
@@ -196,6 +197,41 @@ class Engine:
         for tensor in (*module.parameters(), *module.buffers()):
             if id(tensor) not in ours:  # those may be sharded
                 place_tensor(tensor, self.world, self.config)
+        self._loss, named = module, module.named_buffers()
+        self._loss_buffers = {
+            name: digest([it]) for name, it in named if id(it) not in ours
+        }
+
+    def check_loss_buffers(self) -> None:
+        """Refuse a loss whose buffers have moved; collective the first time.
+
+        Each rank moves them by its own samples, and no checkpoint has them.
+        """
+        if not self._loss_buffers:
+            return
+        named, before = dict(self._loss.named_buffers()), self._loss_buffers
+        self._loss_buffers = {}
+        moved = [
+            name
+            for name, value in before.items()
+            if name not in named or digest([named[name]]) != value
+        ]
+        of_ranks = self.ranks.allgather(moved)
+        moved = list(dict.fromkeys(itertools.chain.from_iterable(of_ranks)))
+        if not moved:
+            return
+        found = f"buffers of the loss change in a step: {shown_names(moved)}"
+        expected = (
+            "expected them in the model, whose buffers are kept equal and saved, or a "
+            "loss without"
+        )
+        if self.strategy.micro_batches_are_fixed or self.world.world_size > 1:
+            raise UsageError(f"{found}; {expected}").on_all_ranks()
+        logger.warning(
+            "%s; they are in no checkpoint, and refused on several ranks; %s",
+            found,
+            expected,
+        )
 
     def _check_config(self) -> None:
         settings = self.config.as_plain("").items()

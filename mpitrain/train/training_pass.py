@@ -121,6 +121,7 @@ def train_pass(trainer: Any, name: str, step: RankStep) -> Pass:
     with timer("update"):
         by_weight = engine.weight_factor(losses, step.num_samples)
         grad_norm = optimizer.end_pass(by_weight)
+    engine.check_loss_buffers()
     if not isinstance(grad_norm, Tensor) and not math.isfinite(grad_norm):
         handle_nonfinite(trainer, losses, grad_norm, state.step + 1)
     return Pass(name, losses, by_weight, grad_norm)

@@ -6,10 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from reference_training import NUM_SAMPLES, Net, config_of, some, trained
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
+from mpitrain.errors import UsageError
 from mpitrain.mpi.collectives import world_comm
 from mpitrain.mpi.world import World
 from mpitrain.train.callbacks import Callback
@@ -69,3 +71,41 @@ def test_a_step_that_is_skipped_leaves_no_nan_in_a_buffer(world: World) -> None:
     if world.is_rank_zero:
         assert state["mean"].isfinite().all()
     assert sum(loss != loss for loss in losses) <= 2  # one step of each epoch
+
+
+class Centered(nn.Module):
+    """A loss with a running mean, and with weights of classes that do not change."""
+
+    def __init__(self, *, moves: bool, assigns: bool) -> None:
+        super().__init__()
+        self.register_buffer("center", torch.zeros(10))
+        self.register_buffer("weights", torch.full((10,), torch.nan))
+        self.moves, self.assigns = moves, assigns
+
+    def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        if self.moves:
+            moved = self.center.lerp(outputs.detach().mean(0), 0.5)
+            self.center = moved if self.assigns else self.center.copy_(moved)
+        losses = F.cross_entropy(outputs - self.center, targets, reduction="none")
+        assert isinstance(losses, Tensor)
+        return losses
+
+
+@pytest.mark.parametrize("bitwise", [False, True])
+@pytest.mark.parametrize("assigns", [False, True])
+def test_a_loss_whose_buffers_move_is_refused(
+    world: World, bitwise: bool, assigns: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fit(*, moves: bool) -> None:
+        data, config = some(NUM_SAMPLES), config_of(epochs=1, bitwise=bitwise)
+        loss = Centered(moves=moves, assigns=assigns)
+        Trainer(Net(), data, data, config, world=world, loss=loss).fit()
+
+    fit(moves=False)
+    if world.world_size > 1 or bitwise:
+        words = "buffers of the loss change in a step: center; expected them in the mod"
+        with pytest.raises(UsageError, match=words):
+            fit(moves=True)
+    else:
+        fit(moves=True)
+        assert "they are in no checkpoint" in caplog.text
