@@ -394,6 +394,13 @@ class Engine:
         on_batch_end: Callable[[], object] = lambda: None,
     ) -> Evaluation:
         """Evaluate the model, or its EMA, on every sample of a data set."""
+
+        def step(model: Model, batch: Batch) -> Mapping[str, Any]:
+            if len(batch):
+                return validation_step(model, batch)
+            with self._metrics.without_samples():
+                return validation_step(model, batch)
+
         with self._evaluation(loader) as model:
             self._metrics.reset()
             found = evaluate(
@@ -401,7 +408,7 @@ class Engine:
                 loader,
                 self.data.evaluation_shard(loader, self.strategy),
                 self.ranks,
-                validation_step,
+                step,
                 self.world.device,
                 on_batch_end,
                 self._begin_evaluation_batch,

@@ -9,6 +9,7 @@ zero joins them, computes, and sends the result to all.
 from __future__ import annotations
 
 import contextlib
+import copy
 import io
 import pickle
 from collections.abc import Iterator, Mapping, Sequence
@@ -152,6 +153,17 @@ class MetricObjects:
         """Note where the batch of this number begins; local."""
         for metric in self._metrics.values():
             metric.begin_batch(number)
+
+    @contextlib.contextmanager
+    def without_samples(self) -> Iterator[None]:
+        """Let updates in here change copies: padding is no sample; local."""
+        task = self._task
+        objects, errors = task.metric_objects, task.metric_errors
+        task.metric_objects, task.metric_errors = copy.deepcopy(objects), {}
+        try:
+            yield
+        finally:
+            task.metric_objects, task.metric_errors = objects, errors
 
     def add_to(self, found: Evaluation) -> Evaluation:
         """Return an evaluation with the metrics, and with those derived of all."""

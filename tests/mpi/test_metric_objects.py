@@ -374,6 +374,36 @@ def test_rank_zero_may_be_without_an_update(world: World) -> None:
 # --- records, checkpoints, reports ------------------------------------------------
 
 
+class UpdatesAlways(Task):
+    """Updates the metrics by each batch, also by one of padding alone."""
+
+    def validation_step(self, model: Any, batch: Any) -> Any:
+        outputs = model(batch.inputs)
+        for metric in self.metric_objects.values():
+            metric.update(outputs, batch.targets)
+        self.update_metrics(outputs, batch.targets)
+        return {"loss": self.loss(outputs, batch.targets)}
+
+    def loss(self, outputs: Any, targets: Any) -> Tensor:
+        return torch.nn.functional.cross_entropy(outputs, targets, reduction="none")
+
+
+class Count(Sums):
+    def compute(self) -> float:
+        return self.num
+
+
+def test_a_row_of_padding_is_no_sample_of_a_metric(world: World) -> None:
+    metrics = {"matrix": tm.classification.MulticlassConfusionMatrix(10)}
+    trainer = trainer_of(
+        world, 1, task=UpdatesAlways(), metrics={**metrics, "num": Count()}
+    )
+    found = trainer.fit()
+    assert found.values["num"] == 2  # it is updated twice
+    assert trainer.results["matrix"].sum() == 2
+    assert found.num_samples == 1
+
+
 def recorded(world: World, run_dir: Path, best_by: str | None, **kinds: Any) -> Trainer:
     callbacks = (
         Recorder(run_dir),
