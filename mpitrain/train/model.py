@@ -126,7 +126,11 @@ def _plain_tensors(model: nn.Module) -> dict[str, str]:
 
 
 def _place(tensor: Tensor) -> tuple[str, int]:
-    return str(tensor.device), tensor.untyped_storage().data_ptr()
+    """Return where the numbers are; of a tensor without memory, which it is."""
+    try:
+        return str(tensor.device), tensor.untyped_storage().data_ptr()
+    except (NotImplementedError, RuntimeError):
+        return "", id(tensor)
 
 
 def place_tensor(tensor: Tensor, world: World, config: TrainConfig) -> None:
