@@ -161,6 +161,14 @@ class LauncherProcesses:
         return not any(is_gone(*ancestor) for ancestor in self._ancestors)
 
     @property
+    def outlives_ranks(self) -> bool:
+        """Whether mpirun, or its daemon, still runs once a rank is gone.
+
+        The proxy of a warm rank ends with it, and so may a wrapper.
+        """
+        return not any(is_gone(*ancestor) for ancestor in self._ancestors[-1:])
+
+    @property
     def num_ranks(self) -> int:
         """Processes that it has started on this host and that still run."""
         if not self._ancestors:

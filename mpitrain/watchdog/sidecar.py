@@ -230,7 +230,7 @@ class Sidecar:
             limit = memory_limit()
             text = "killed by the kernel for lack of memory (OOM)"
             return f"{text}; the limit of its cgroup is {limit}" if limit else text
-        return "killed" if self.launcher.is_alive else "orphaned"
+        return "killed" if self.launcher.outlives_ranks else "orphaned"
 
     def _has_coordinator(self) -> bool:
         is_connected = self.client is not None and self.client.is_established
@@ -244,7 +244,9 @@ class Sidecar:
 
     def _check_launcher(self, now: float) -> None:
         """End a rank whose launcher is gone: nobody else will."""
-        if self.kill_at is None and not self.launcher.is_alive:
+        if self.kill_at is not None or self.launcher.is_alive:
+            return
+        if self._process_state() != "Z":  # else its proxy has ended with it
             self._send(gone="orphaned")
             self.console.write_log("the launcher is gone: this rank ends")
             self.kill_at = now + 0.5
