@@ -137,7 +137,7 @@ class Engine:
         if any(map(is_lazy, (*model.parameters(), *model.buffers()))):
             example = self.data.loader(samples).example()
             initialize_lazy(model.to(world.device), example.inputs)
-        check_same_model(model, self.ranks)
+        check_same_model(model, self.ranks, strategy.report_dependence)
         self.model = prepare_model(model, world, config)
         self._begins_sharded = False
         if is_on_meta(self.model):
@@ -180,7 +180,8 @@ class Engine:
         before `fit`.
         """
         module = loss if isinstance(loss, nn.Module) else nn.Module()
-        check_same_model(module, self.ranks, "the loss")
+        report = self.strategy.report_dependence
+        check_same_model(module, self.ranks, report, "the loss")
         ours = {id(it) for it in (*self.model.parameters(), *self.model.buffers())}
         others = [
             name

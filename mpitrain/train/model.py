@@ -6,7 +6,7 @@ import functools
 import hashlib
 import inspect
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -80,9 +80,16 @@ def initialize_lazy(model: nn.Module, inputs: Any) -> None:
 
 
 def check_same_model(
-    model: nn.Module, ranks: Communicator, what: str = "the model"
+    model: nn.Module,
+    ranks: Communicator,
+    report_dependence: Callable[[str, str], object],
+    what: str = "the model",
 ) -> None:
-    """Check that the model is the same on all ranks; collective."""
+    """Check that the model is the same on all ranks; collective.
+
+    Weights and buffers become rank zero's. ``report_dependence(found, expected)`` is
+    told of other tensors that differ: it may be what an earlier forward pass left.
+    """
     tensors = [*model.named_parameters(), *model.named_buffers()]
     shapes = [(name, it.shape, it.dtype, it.requires_grad) for name, it in tensors]
     of_shapes = hashlib.sha256(repr(shapes).encode()).hexdigest()[:8]
@@ -97,12 +104,12 @@ def check_same_model(
         name for others in of_ranks for name, _ in others.items() ^ of_ranks[0].items()
     }
     if found:
-        raise UsageError(
-            f"{shown_names(sorted(found))} of {what} differs between ranks: a tensor "
-            "that is neither weight nor buffer, so that ranks do not get rank zero's. "
-            "Expected register_buffer for it, torch.manual_seed before it is made, or "
-            "None in place of what an earlier forward pass left"
-        ).on_all_ranks()
+        report_dependence(
+            f"{shown_names(sorted(found))} of {what} is neither weight nor buffer, and "
+            "differs between ranks",
+            "register_buffer for it, torch.manual_seed before it is made, or None in "
+            "place of what an earlier forward pass left",
+        )
 
 
 def _plain_tensors(model: nn.Module) -> dict[str, str]:
