@@ -21,7 +21,6 @@ from launcher import (
     mpirun,
     rows,
     send_signal,
-    slow,
     survivors,
 )
 
