@@ -278,11 +278,6 @@ def on_one_core(
     )
 
 
-def files_of_starts() -> set[Path]:
-    """The files of fork servers of one start."""
-    return set(Path(f"/tmp/mpitrain-{os.getuid()}").glob("start-*"))
-
-
 def wait_until_gone(pids: Sequence[int]) -> None:
     end = time.monotonic() + 10
     while survivors(list(pids)):
@@ -405,9 +400,16 @@ def test_restarts_under_supervise_are_warm(mpi: Mpi, tmp_path: Path) -> None:
 
 @under_two
 def test_ranks_that_outnumber_the_cores_import_once(mpi: Mpi, tmp_path: Path) -> None:
-    before = files_of_starts()
-    show = "import os; print('fork' if 'MPITRAIN_PROXY' in os.environ else 'itself')"
-    script = write(tmp_path, show)
+    # Other jobs have such files meanwhile: only those of its own servers shall be gone.
+    show = """
+import os
+from pathlib import Path
+print('fork' if 'MPITRAIN_PROXY' in os.environ else 'itself')
+for file in Path(f"/proc/{os.getppid()}/fd").iterdir():
+    if (path := str(file.readlink())).endswith(".lock"):
+        print(f"<{path}>")
+"""
+    script, locks = write(tmp_path, show), set[str]()
     for expected, variables, num_ranks in (
         (["fork", "fork"], {}, 2),
         (["itself", "itself"], EACH_IMPORTS, 2),
@@ -418,9 +420,11 @@ def test_ranks_that_outnumber_the_cores_import_once(mpi: Mpi, tmp_path: Path) ->
         found = re.findall("fork|itself", done.stdout)
         assert found == expected, done.stdout + done.stderr
         assert "cold start" not in done.stderr, done.stderr
+        locks |= {*re.findall("<(/[^>]*start-[^>]*)>", done.stdout)}
+    assert len(locks) == 1
     end = time.monotonic() + 10
-    while files_of_starts() - before:
-        assert time.monotonic() < end, files_of_starts() - before
+    while left := [it for it in locks if Path(it).exists()]:
+        assert time.monotonic() < end, left
         time.sleep(0.1)
 
 
