@@ -84,7 +84,7 @@ def seed_all(seed: int, device: str = "cpu") -> None:
 
     random.seed(seed)
     np.random.seed(seed)
-    torch.default_generator.manual_seed(seed)
+    torch.default_generator.manual_seed(seed)  # `torch.manual_seed` takes 0.1 ms
     if device != "cpu":
         torch.get_device_module(device).manual_seed(seed)
 
