@@ -14,6 +14,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 from mpitrain.config import TrainConfig
@@ -107,37 +108,38 @@ def check_same_model(
         report_dependence(
             f"{shown_names(sorted(found))} of {what} is neither weight nor buffer, and "
             "differs between ranks",
-            "register_buffer for it, torch.manual_seed before it is made, or None in "
-            "place of what an earlier forward pass left",
+            "call register_buffer for it, or torch.manual_seed before it is made; or "
+            "set it to None, if an earlier forward pass has left it",
         )
 
 
 def _plain_tensors(model: nn.Module) -> dict[str, str]:
     """Return digests of the tensors and arrays that are attributes of modules."""
     found: dict[str, str] = {}
-    known = {_place(it) for it in (*model.parameters(), *model.buffers())}
+    known = {*map(_storage, (*model.parameters(), *model.buffers()))}
     for prefix, module in model.named_modules():
         for key, value in vars(module).items():
             if isinstance(value, np.ndarray) and not value.dtype.hasobject:
-                value = torch.from_numpy(
-                    np.frombuffer(value.tobytes(), np.uint8).copy()
-                )
+                value = torch.tensor(bytearray(value.tobytes()), dtype=torch.uint8)
             if not isinstance(value, Tensor) or value.layout != torch.strided:
                 continue
             # Made of weights, which become rank zero's: by weight_norm, spectral_norm.
-            if value.grad_fn is not None or value.is_meta or _place(value) in known:
+            if value.grad_fn is not None or value.is_meta or _storage(value) in known:
                 continue
             text = digest(value.detach().resolve_conj().resolve_neg())
             found[f"{prefix}.{key}".lstrip(".")] = f"{kind_of(value)} {text}"
     return found
 
 
-def _place(tensor: Tensor) -> tuple[str, int]:
-    """Return where the numbers are; of a tensor without memory, which it is."""
-    try:
-        return str(tensor.device), tensor.untyped_storage().data_ptr()
-    except (NotImplementedError, RuntimeError):
-        return "", id(tensor)
+def _storage(tensor: Tensor) -> int:
+    """Return which storage a tensor has, without asking for its memory.
+
+    One that is sharded, or on the device meta, has none of its own.
+    """
+    if tensor.layout != torch.strided:
+        return id(tensor)
+    ref = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+    return int(ref.cdata)
 
 
 def place_tensor(tensor: Tensor, world: World, config: TrainConfig) -> None:
