@@ -172,7 +172,11 @@ class Checkpointer(RunCheckpoints, Callback):
                 f"best_by={self._best_by!r} without val_data; expected validation data"
             ).on_all_ranks()
         self.open(world)
-        for recorder in self._recorders(trainer):
+        path, callbacks = self.run_dir.resolve(), trainer.callbacks
+        recorders = [it for it in callbacks if isinstance(it, Recorder)]
+        recorders = [it for it in recorders if it.run_dir.resolve() == path]
+        self._has_recorder = bool(recorders)
+        for recorder in recorders:
             recorder.is_open = True
         self._start_handler()
         if self.is_disabled:
@@ -226,10 +230,9 @@ class Checkpointer(RunCheckpoints, Callback):
             self._saved = _position(state)
 
     def on_fit_start(self, trainer: Trainer) -> None:
-        """Print what is resumed. Record that the run runs, unless a `Recorder` does."""
+        """Print what is resumed."""
         self._first_step = trainer.state.step
-        if not self._recorders(trainer):
-            self._record(status="running")
+        self._record(status="running")
         if self.reader is None or not trainer.engine.world.is_rank_zero:
             return
         found, num = self.reader.metadata["trainer"], self.reader.metadata["world_size"]
@@ -306,8 +309,7 @@ class Checkpointer(RunCheckpoints, Callback):
 
     def on_fit_end(self, trainer: Trainer) -> None:
         """Record that the run is finished, unless a `Recorder` does."""
-        if not self._recorders(trainer):
-            self._record(status="finished", steps=trainer.state.step)
+        self._record(status="finished", steps=trainer.state.step)
 
     def on_exception(self, trainer: Trainer, error: BaseException) -> None:
         """Let signals end the process again, and no thread complete a checkpoint."""
@@ -322,18 +324,16 @@ class Checkpointer(RunCheckpoints, Callback):
         """Write the last checkpoint, as `on_train_end`, and that the run is stopped."""
         self._stop_reason = reason
         self._end(trainer, "stopping")
-        if not self._recorders(trainer):
-            stopped = f"stopped at step {trainer.state.step}: {reason}"
-            self._record(status="stopped", stopped=stopped)
+        stopped = f"stopped at step {trainer.state.step}: {reason}"
+        self._record(status="stopped", stopped=stopped)
 
     # --- inside -----------------------------------------------------------------------
 
-    def _recorders(self, trainer: Trainer) -> list[Recorder]:
-        found = [it for it in trainer.callbacks if isinstance(it, Recorder)]
-        return [it for it in found if it.run_dir.resolve() == self.run_dir.resolve()]
-
     def _set_unverified_aside(self, verified_step: int) -> None:
-        """Let nobody resume from what may hold wrong numbers; local."""
+        """Let nobody resume from what may hold wrong numbers; local.
+
+        If nothing was ever verified, from what this job has written.
+        """
         if self._manager is not None:
             self._manager.abandon()
         if self._folder is not None:

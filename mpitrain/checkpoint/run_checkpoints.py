@@ -82,6 +82,7 @@ class RunCheckpoints:
         self._save_seconds = self._longest_gap = 0.0
         self._saved_step: int | None = None  # by a custom loop
         self._stop_reason = ""
+        self._has_recorder = False  # of a Trainer, which writes the same, and more
 
     # --- the run folder -----------------------------------------------------------
 
@@ -279,9 +280,9 @@ class RunCheckpoints:
             )
         if self.reader is not None and self._saved_step is None:
             raise UsageError(
-                f"save({step}): {self.reader.checkpoint.path} is there to resume from, "
-                "and was not. Expected restore() before the first save(), or another "
-                "folder"
+                f"save({step}) without restore(): {self.reader.checkpoint.path} is "
+                "there, of an earlier training. Expected restore() before the first "
+                "save(), or another folder"
             ).on_all_ranks()
         there = self.run_dir / FOLDER / name_of(step)
         self._run_from(step)
@@ -374,5 +375,6 @@ class RunCheckpoints:
         self._saved_step = step
 
     def _record(self, **values: Any) -> None:
-        if self._world is not None and self._world.is_rank_zero:
+        is_rank_zero = self._world is not None and self._world.is_rank_zero
+        if is_rank_zero and not self._has_recorder:
             update_result(self.run_dir, **values)

@@ -38,13 +38,12 @@ def mean_over_ranks(values: Mapping[str, Any], ranks: Communicator) -> dict[str,
 
 
 def before_step(
-    path: Path, step: int, validated_step: int
+    path: Path, step: int, *, is_validation: bool = False
 ) -> tuple[int, int, array[float]]:
     """Return the bytes of a record before a step, and the validations in them.
 
-    A loop that resumes with the validation after a step keeps the line of that step:
-    then ``validated_step``, the first whose validation does not count, is less than
-    ``step``. And the losses since the last validation: the mean of an epoch has them.
+    And the losses since the last validation: the mean of an epoch has them all. If a
+    loop resumes with the validation after the step, the line of the step stays.
     """
     num_bytes = num_validations = 0
     losses = array("d")
@@ -54,7 +53,8 @@ def before_step(
             with contextlib.suppress(ValueError):
                 row = json.loads(line)
             of_epoch = row.get("event") == "epoch"
-            if row.get("step", 0) >= (validated_step if of_epoch else step):
+            is_kept = is_validation and not of_epoch
+            if row.get("step", 0) >= step + is_kept:
                 break
             num_bytes += len(line)
             if of_epoch:

@@ -265,9 +265,11 @@ class Recorder(Callback):
         if not self.is_open and not (job and path in job.run_dirs):
             open_run(path.parent, path.name, exists="refuse")
         record = self.run_dir / "metrics.jsonl"
-        begins_with_step = not all(it.startswith("val_") for it in names)
-        last = step - begins_with_step
-        kept, num_validations, self._losses = before_step(record, last + 1, step)
+        is_validation = all(it.startswith("val_") for it in names)
+        last = step if is_validation else step - 1
+        kept, num_validations, self._losses = before_step(
+            record, step, is_validation=is_validation
+        )
         self._open(keep_bytes=kept)
         start_seconds = age_seconds()
         before = read_result(self.run_dir)

@@ -67,9 +67,9 @@ def cost_if_known(run_dir: Path) -> dict[str, Any]:
 
 
 def update_result(run_dir: Path, **values: Any) -> None:
-    """Write values into ``result.json``; a warning where that cannot be.
+    """Write a status and more into ``result.json``; a warning where that cannot be.
 
-    With a status; the reason of the one before goes.
+    The error, or the reason of a stop, of the status before is dropped.
     """
     before = read_result(run_dir)
     kept = {k: it for k, it in before.items() if k not in ("stopped", "error")}
