@@ -164,14 +164,14 @@ def _stop_at_usr2(rank_itself: int) -> None:
         if os.getpid() != rank_itself:
             return  # mpirun signals what the script forked, too
         signal.signal(signal.SIGUSR2, signal.SIG_IGN)
-        if not _had_term(rank_itself):
+        if not _launcher_had_term(rank_itself):
             os.kill(rank_itself, signal.SIGTERM)
 
     signal.signal(signal.SIGUSR2, stop)
 
 
-def _had_term(rank: int) -> bool:
-    """Whether a scheduler has sent TERM to a rank, or to the proxy that passes it on.
+def _launcher_had_term(rank: int) -> bool:
+    """Whether a scheduler has sent TERM: the rank, or its proxy, has got it, too.
 
     Job scripts block it in the launcher, where it is pending from then on.
     """
