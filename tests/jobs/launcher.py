@@ -171,6 +171,14 @@ def survivors(pids: list[int]) -> list[int]:
     return alive
 
 
+def wait_until_gone(pids: Iterable[int], seconds: float = 10) -> None:
+    """Wait for the end of processes: mpirun may end before the ranks it has killed."""
+    end = time.monotonic() + seconds
+    while alive := survivors(list(pids)):
+        assert time.monotonic() < end, f"{alive} still run"
+        time.sleep(0.02)
+
+
 def send_signal(pids: Iterable[int], number: int = signal.SIGKILL) -> None:
     """Send a signal to processes, of which some may have ended meanwhile."""
     for pid in pids:

@@ -6,7 +6,6 @@ import json
 import socket
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,8 +17,8 @@ from launcher import (
     mpirun,
     slow,
     supervise,
-    survivors,
     under_each_mpi,
+    wait_until_gone,
 )
 
 GONE_WITHIN_SECONDS = 10.0
@@ -76,8 +75,7 @@ with mpitrain.init() as world:
 
 def check_gone(done: Done, struck: float, pids: list[int]) -> None:
     assert done.ended - struck < GONE_WITHIN_SECONDS
-    time.sleep(0.5)  # mpirun may leave a moment before the ranks it has killed
-    assert not survivors(pids)
+    wait_until_gone(pids)
     assert done.status != 0
 
 
@@ -92,7 +90,7 @@ def check_kill_is_named(done: Done) -> None:
 @pytest.mark.parametrize(
     ("mpi", "step"),
     [
-        ("openmpi-5", 0),
+        slow("openmpi-5", 0),
         *(slow("openmpi-5", step) for step in (1, 2)),
         slow("openmpi-4.1", 1),
         ("mpich", 2),
@@ -126,7 +124,7 @@ def test_a_fault_around_the_first_step_ends_the_job(
     "config",
     [
         "",  # DDP, which waits for each weight's gradient
-        "bitwise=True",
+        slow("bitwise=True"),
         slow("strategy='fsdp'"),
         slow("strategy='fsdp', bitwise=True"),
         slow("shard_optimizer=True"),
@@ -285,7 +283,11 @@ def test_alone_a_failure_is_told_once(openmpi: Mpi, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("error", "status"),
-    [("mpitrain.Stopped", 75), ("mpitrain.UsageError", 2), ("ArithmeticError", 1)],
+    [
+        ("mpitrain.Stopped", 75),
+        slow("mpitrain.UsageError", 2),
+        slow("ArithmeticError", 1),
+    ],
 )
 @pytest.mark.parametrize("way", ["with mpitrain.init(): ", "mpitrain.init(); "])
 def test_alone_a_script_ends_with_the_status_of_its_error(

@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 import pytest
-from launcher import Done, Mpi, children_of, environment, mpirun, slow, survivors
+from launcher import Done, Mpi, children_of, environment, mpirun, slow, wait_until_gone
 
 HANG_SECONDS = 3
 GONE_SECONDS = HANG_SECONDS + 15
@@ -53,8 +53,7 @@ def run(mpi: Mpi, script: str, folder: Path, num_ranks: int = 3) -> Done:
 def check_gone(done: Done, folder: Path, seconds: float = GONE_SECONDS) -> None:
     pids = [int(file.read_text()) for file in folder.glob("pid-*")]
     assert done.ended - float((folder / "time").read_text()) < seconds
-    time.sleep(0.5)
-    assert not survivors(pids)
+    wait_until_gone(pids)
 
 
 @pytest.mark.parametrize(
@@ -212,7 +211,8 @@ def wait_for(file: Path, seconds: float = 60) -> None:
         time.sleep(0.05)
 
 
-@pytest.mark.parametrize("number", [slow(signal.SIGKILL), signal.SIGSTOP])
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_job_finishes_without_the_sidecar_of_rank_zero(
     openmpi: Mpi, number: int, tmp_path: Path
 ) -> None:

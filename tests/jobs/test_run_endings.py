@@ -6,7 +6,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -18,7 +17,7 @@ from launcher import (
     send_signal,
     session_of,
     slow,
-    survivors,
+    wait_until_gone,
 )
 from run_scripts import check_all_done, run, write
 
@@ -69,9 +68,8 @@ def test_every_way_out_of_a_script_ends_the_job(
 ) -> None:
     done = run(mpi, 2, write(tmp_path, FAULTY), fault, cwd=tmp_path)
     assert done.ended - float((tmp_path / "time").read_text()) < 10
-    time.sleep(0.5)  # mpirun may leave a moment before the ranks it has killed
     pids = [int((tmp_path / f"pid-{rank}").read_text()) for rank in range(2)]
-    assert not survivors(pids)
+    wait_until_gone(pids)
     assert done.status == status if status is not None else done.status != 0
     if words is None:
         assert not done.ours
@@ -209,7 +207,7 @@ print(f"done {rank}/4", flush=True)
 
 @pytest.mark.parametrize(
     ("body", "num_ranks"),
-    [(MONITORED, 2), (SEPARATE, 4)],
+    [(MONITORED, 2), slow(SEPARATE, 4)],
     ids=["monitored", "separate"],
 )
 def test_a_rank_that_waits_for_nobody_is_not_ended(
@@ -377,7 +375,7 @@ def test_a_script_in_a_job_script_gets_term_once_and_time_to_save(
     [
         ("if rank: time.sleep(1); raise ArithmeticError('late')", ""),
         ("raise mpitrain.Stopped('enough')", "75\n"),
-        ("", "0\n"),
+        slow("", "0\n"),
     ],
 )
 def test_a_job_script_is_told_the_status_of_all_ranks(

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-from launcher import Mpi, environment, survivors
+from launcher import Mpi, environment, slow, wait_until_gone
 from run_scripts import check_all_done, run, write
 
 OTHER_PROGRAM = """
@@ -56,8 +56,7 @@ def test_a_program_that_fails_ends_the_job_and_all_it_started(
     (line,) = done.ours
     assert line.startswith("[rank 1/2 ")
     assert line.endswith(f"sh {said}")
-    time.sleep(0.5)
-    assert not survivors([int(pid) for pid in (tmp_path / "pids").read_text().split()])
+    wait_until_gone([int(pid) for pid in (tmp_path / "pids").read_text().split()])
 
 
 def test_a_program_ends_with_its_rank(openmpi: Mpi, tmp_path: Path) -> None:
@@ -65,11 +64,12 @@ def test_a_program_ends_with_its_rank(openmpi: Mpi, tmp_path: Path) -> None:
     (tmp_path / "program.sh").write_text(body)
     done = run(openmpi, 2, "--no-python", "sh", "program.sh", cwd=tmp_path)
     assert done.status != 0
-    time.sleep(0.5)
-    assert not survivors([int(pid) for pid in (tmp_path / "pids").read_text().split()])
+    wait_until_gone([int(pid) for pid in (tmp_path / "pids").read_text().split()])
 
 
-@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM])
+@pytest.mark.parametrize(
+    "number", [slow(signal.SIGUSR1), signal.SIGUSR2, signal.SIGTERM]
+)
 def test_a_signal_reaches_the_program_once(
     openmpi: Mpi, number: signal.Signals, tmp_path: Path
 ) -> None:

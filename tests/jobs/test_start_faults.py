@@ -11,7 +11,17 @@ import time
 from pathlib import Path
 
 import pytest
-from launcher import MPIS, Done, Mpi, children_of, environment, mpirun, slow, survivors
+from launcher import (
+    MPIS,
+    Done,
+    Mpi,
+    children_of,
+    environment,
+    mpirun,
+    slow,
+    survivors,
+    wait_until_gone,
+)
 
 GONE_SECONDS = 10.0
 LIMIT = 15  # seconds; an import of torch takes some on a busy machine
@@ -62,8 +72,7 @@ def run(mpi: Mpi, stage: str, fault: str, limit: int, folder: Path) -> Done:
 def check_gone(done: Done, folder: Path, seconds: float) -> None:
     pids = [int(file.read_text()) for file in folder.glob("pid-*")]
     assert done.ended - float((folder / "time").read_text()) < seconds
-    time.sleep(0.5)
-    assert not survivors(pids)
+    wait_until_gone(pids)
 
 
 @pytest.mark.parametrize(

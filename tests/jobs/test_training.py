@@ -17,7 +17,7 @@ import pytest
 import torch
 import yaml
 from example_files import own_training
-from launcher import ROOT, Mpi, environment, mpirun, rows, slow, survivors
+from launcher import ROOT, Mpi, environment, mpirun, rows, slow, wait_until_gone
 
 
 def test_steps_before_a_loss_that_is_no_number_are_written(
@@ -122,7 +122,7 @@ def test_a_bad_command_line_is_told_once(
         (("--data", "mnits"), "--data 'mnits' is not known"),
         slow(("--model", "custom:Nest"), "module 'custom' has no callable 'Nest'"),
         slow(("--model", "nowhere:Net"), "there is no module 'nowhere'"),
-        (("--data", "custom:strike"), "returned 'NoneType'; expected a pair"),
+        slow(("--data", "custom:strike"), "returned 'NoneType'; expected a pair"),
     ],
 )
 def test_unknown_data_and_models_are_told_once(
@@ -216,12 +216,10 @@ def test_ctrl_c_at_mpirun_ends_all_ranks(openmpi: Mpi, tmp_path: Path) -> None:
     assert "Traceback" not in err
     logs = (tmp_path / "runs/r/logs").iterdir()
     pids = [int(log.read_text().split()[1]) for log in logs]
-    end = time.monotonic() + 10
-    while survivors(pids):  # mpirun may leave a moment before the ranks it has killed
-        assert time.monotonic() < end
-        time.sleep(0.1)
+    wait_until_gone(pids)
 
 
+@pytest.mark.slow
 def test_the_examples_of_the_tutorials_run(openmpi: Mpi, tmp_path: Path) -> None:
     page = (ROOT / "docs/tutorial/custom-model.md").read_text()
     assert (ROOT / "examples/custom_model.py").read_text().split('"""\n\n')[1] in page

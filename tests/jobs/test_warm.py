@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -26,6 +26,7 @@ from launcher import (
     slow,
     supervise,
     survivors,
+    wait_until_gone,
 )
 from run_scripts import write
 from test_restarts import SCRIPT
@@ -278,13 +279,6 @@ def on_one_core(
     )
 
 
-def wait_until_gone(pids: Sequence[int]) -> None:
-    end = time.monotonic() + 10
-    while survivors(list(pids)):
-        assert time.monotonic() < end
-        time.sleep(0.02)
-
-
 @under_one
 def test_the_death_of_each_process_ends_the_others(mpi: Mpi, tmp_path: Path) -> None:
     for victim in ("fork", "proxy", "server"):
@@ -313,6 +307,7 @@ def test_signals_and_the_status_are_passed_on(mpi: Mpi, tmp_path: Path) -> None:
         assert all((tmp_path / f"told-{rank}").exists() for rank in (0, 1))
 
 
+@pytest.mark.slow
 def test_what_cannot_be_handed_on_begins_cold(tmp_path: Path) -> None:
     mpi = find("openmpi-5")
     script = write(
@@ -398,7 +393,7 @@ def test_restarts_under_supervise_are_warm(mpi: Mpi, tmp_path: Path) -> None:
     assert not [path for path in sockets if Path(path).exists()]
 
 
-@under_two
+@under_one
 def test_ranks_that_outnumber_the_cores_import_once(mpi: Mpi, tmp_path: Path) -> None:
     # Other jobs have such files meanwhile: only those of its own servers shall be gone.
     show = """
