@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import pytest
+
 from .hosts import LOGIN, PREFIX, VirtualHosts, ip
 
 CHECK = ("python", "-m", "mpitrain", "check", "--quick", "--json")
@@ -38,6 +40,7 @@ def check(
     return done.returncode, json.loads(done.stdout)
 
 
+@pytest.mark.slow
 def test_two_hosts_reach_each_other_and_say_how(
     hosts: VirtualHosts, folder: Path
 ) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import debian
 import pytest
+from launcher import slow
 
 from mpitrain.cli import main
 
@@ -73,7 +74,7 @@ def check_finished(place: Path, output: str, world_size: int = 2) -> None:
     assert found == ["finished", world_size, 2], output
 
 
-@pytest.mark.parametrize(("jobs", "slots"), [(1, 2), (2, 1)])
+@pytest.mark.parametrize(("jobs", "slots"), [slow(1, 2), (2, 1)])
 def test_ranks_in_containers_on_two_hosts_train_together(
     jobs: int, slots: int, slurm: Slurm, place: Path, image: Path
 ) -> None:
@@ -118,7 +119,7 @@ os.execvp(words[0], words)
 """
 
 
-@pytest.mark.parametrize("runtime", ["apptainer", "shifter", "podman"])
+@pytest.mark.parametrize("runtime", ["apptainer", slow("shifter"), slow("podman")])
 def test_the_words_for_other_runtimes_are_documented_ones(
     runtime: str, slurm: Slurm, place: Path
 ) -> None:

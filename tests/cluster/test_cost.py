@@ -66,11 +66,12 @@ def kill_all(number: str, slurm: Slurm) -> None:
             os.kill(pid, signal.SIGKILL)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("step_seconds", "seconds", "share"),
     [
         (0.3, 3.0, 0.0),  # SLURM's times are whole seconds
-        pytest.param(4.0, 0.0, 0.01, marks=pytest.mark.slow),
+        (4.0, 0.0, 0.01),
     ],
 )
 def test_core_hours_of_a_killed_and_a_finished_job_are_those_of_sacct(

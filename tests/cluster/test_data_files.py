@@ -166,7 +166,8 @@ def test_ones_own_set_is_read_by_workers_on_all_hosts(
     assert "Traceback" not in said
 
 
-@pytest.mark.parametrize("victim", [slow("rank"), "worker"])
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", ["rank", "worker"])
 def test_a_killed_process_of_one_host_leaves_no_worker_on_any(
     hosts: VirtualHosts, folder: Path, victim: str
 ) -> None:

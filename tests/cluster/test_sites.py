@@ -184,7 +184,9 @@ def test_the_script_of_a_site_trains_and_stops_under_its_launcher(
     check_stopped(place, job, asked)
 
 
-@pytest.mark.parametrize("launcher", ["pals", slow("jsrun"), slow("flux"), "intel"])
+@pytest.mark.parametrize(
+    "launcher", ["pals", slow("jsrun"), slow("flux"), slow("intel")]
+)
 def test_a_launcher_with_pmix_or_without_a_script_trains_and_stops(
     launcher: str, place: Place
 ) -> None:

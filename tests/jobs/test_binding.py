@@ -49,7 +49,6 @@ def show(
     return (*json.loads(done.stdout), done.stderr)
 
 
-@under_each_mpi
 @pytest.mark.parametrize("flags", [(), slow(("--bind-to", "core"))])
 def test_one_core_of_several_is_said_once(mpi: Mpi, flags: tuple[str, ...]) -> None:
     """Open MPI binds one or two ranks to a core each by default; MPICH nobody."""
@@ -76,7 +75,7 @@ def test_cores_that_the_job_was_not_given_are_not_taken(mpi: Mpi) -> None:
     assert "bound" not in said
 
 
-@pytest.mark.parametrize("asks", [True, False])
+@pytest.mark.parametrize("asks", [True, slow(False)])
 def test_threads_that_the_job_asked_pbs_for_are_kept_and_those_of_a_chunk_are_shared(
     asks: bool, openmpi: Mpi, tmp_path: Path
 ) -> None:

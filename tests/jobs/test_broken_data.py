@@ -170,6 +170,7 @@ def test_what_cannot_be_read_is_left_out_and_counted(
         assert [row[loss] for row in found] == pytest.approx(expected, rel=1e-9)
 
 
+@pytest.mark.slow
 def test_what_an_evaluation_leaves_out_that_is_stopped_counts_once(
     openmpi: Mpi, tmp_path: Path
 ) -> None:

@@ -70,6 +70,7 @@ def test_one_object_is_all_that_comes_out(mpi: Mpi, tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_the_screen_says_it_all_in_lines(openmpi: Mpi, tmp_path: Path) -> None:
     """In a job of PBS, of which qstat tells the end and that it has no ompthreads."""
     (tmp_path / "qstat").write_text(
@@ -130,6 +131,7 @@ dist.all_reduce = all_reduce
     assert "[rank" not in done.err
 
 
+@pytest.mark.slow
 def test_gradients_that_one_rank_gets_wrong_are_named(
     openmpi: Mpi, tmp_path: Path
 ) -> None:
@@ -176,6 +178,7 @@ dist.all_reduce = all_reduce
     assert "hang: no rank has made progress" in entry["found"]
 
 
+@pytest.mark.slow
 def test_a_start_that_fails_is_one_object_too(openmpi: Mpi, tmp_path: Path) -> None:
     words = ("--json", "--device", "cuda")
     done = mpirun(openmpi, 2, *CHECK, *words, cwd=tmp_path, CUDA_VISIBLE_DEVICES="")

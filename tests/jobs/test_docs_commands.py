@@ -160,11 +160,16 @@ def smaller(command: str) -> str:
 
 
 def command_params() -> list[object]:
-    """Return all commands that are run; trainings but the first few are slow."""
+    """Return all commands that are run; those that repeat what others do are slow."""
     commands = (smaller(c) for some in ON_PAGES.values() for c in chosen(some))
     found: list[object] = list(dict.fromkeys(commands))
-    trainings = [c for c in found if "mpirun" in str(c) and "--dry-run" in str(c)]
-    return [slow(c) if c in trainings[3:] else c for c in found]
+    dry_runs = [c for c in found if "mpirun" in str(c) and "--dry-run" in str(c)]
+    scripts = [
+        c for c in found if re.search(r"mpirun .*python (\S+\.py|-m \w+ run)", str(c))
+    ]
+    exports = [c for c in found if " export " in str(c)]
+    repeated = dry_runs[3:] + scripts[1:] + exports[2:]
+    return [slow(c) if c in repeated else c for c in found]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -258,6 +258,7 @@ def custom_loss(tmp_path: Path) -> str:
     return f"runpy.run_path('{name}')"
 
 
+@pytest.mark.slow
 def test_a_notebook_may_run_the_cells_of_custom_loss_again(
     custom_loss: str, openmpi: Mpi, tmp_path: Path
 ) -> None:
@@ -269,6 +270,7 @@ def test_a_notebook_may_run_the_cells_of_custom_loss_again(
     assert losses[:20] == losses[20:]
 
 
+@pytest.mark.slow
 def test_who_evaluates_when_fit_has_ended_the_ranks_is_told(
     custom_loss: str, openmpi: Mpi, tmp_path: Path
 ) -> None:

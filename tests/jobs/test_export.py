@@ -30,6 +30,7 @@ def folder(openmpi: Mpi, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
+@pytest.mark.slow
 def test_a_state_dict_is_the_model_that_was_judged(folder: Path) -> None:
     done = export(folder, "runs/a", "out.pt")
     assert done.returncode == 0, done.stderr

@@ -12,7 +12,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from data_files import idx_bytes
 from export_jobs import export
-from launcher import Mpi, mpirun
+from launcher import Mpi, mpirun, slow
 from safetensors import safe_open
 from torch import Tensor, nn
 
@@ -176,6 +176,7 @@ def test_timm_builds_the_model_from_the_folder(folder: Path) -> None:
     assert named == inputs["classes"]
 
 
+@pytest.mark.slow
 def test_a_model_of_a_custom_loop_has_its_config_too(folder: Path) -> None:
     import transformers
 
@@ -214,7 +215,7 @@ def test_torch_loads_the_folder_of_dcp(folder: Path) -> None:
         assert torch.equal(found[name], tensor), name
 
 
-@pytest.mark.parametrize("kind", ["huggingface", "dcp"])
+@pytest.mark.parametrize("kind", ["huggingface", slow("dcp")])
 def test_a_disk_that_is_full_leaves_nothing(kind: str, folder: Path) -> None:
     done = export(folder, "runs/bert", "full", "--format", kind, max_bytes=5_000)
     assert done.returncode == 2

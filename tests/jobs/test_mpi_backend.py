@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
-from launcher import Mpi, mpirun
+from launcher import Mpi, mpirun, slow
 
 PLAIN = """
 import os
@@ -140,7 +140,7 @@ def test_ranks_that_disagree_are_told_so_once(openmpi: Mpi, tmp_path: Path) -> N
     )
 
 
-@pytest.mark.parametrize(("way", "status"), [("raise", 1), ("exit", 3)])
+@pytest.mark.parametrize(("way", "status"), [("raise", 1), slow("exit", 3)])
 def test_a_rank_that_fails_does_not_wait_for_what_it_asked_for(
     mpi: Mpi, tmp_path: Path, way: str, status: int
 ) -> None:

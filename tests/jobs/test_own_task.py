@@ -7,20 +7,19 @@ import os
 import re
 import signal
 from pathlib import Path
-from typing import Any
 
 import logger_files
 import pytest
 import torch
 from example_files import own_task
-from launcher import ROOT, Mpi, mpirun
+from launcher import ROOT, Mpi, mpirun, slow
 from resume_jobs import Runs
 
 TRAININGS = (
-    *("segmentation", "surrogate", "graphs", "imbalance", "imbalance:build_multilabel"),
+    *("language_model", "segmentation", "surrogate", "graphs", "imbalance"),
+    "imbalance:build_multilabel",
     *("detection", "text_classification", "finetuning", "gan", "contrastive", "stream"),
 )
-IN_CI = ("language_model",)
 OWN = ("-m", "mpitrain", "--task", "own_tasks:build", "--device", "cpu")
 
 
@@ -29,12 +28,8 @@ def of_example(name: str) -> tuple[str, ...]:
     return "--task", f"examples.trainings.{module}:{function or 'build'}"
 
 
-def slow_but(name: str) -> Any:
-    return pytest.param(name, marks=[] if name in IN_CI else [pytest.mark.slow])
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [*IN_CI, *TRAININGS])
+@pytest.mark.parametrize("name", TRAININGS)
 def test_an_example_is_cut_and_resumed_on_other_ranks(
     openmpi: Mpi, name: str, tmp_path: Path
 ) -> None:
@@ -61,7 +56,8 @@ def test_an_example_is_cut_and_resumed_on_other_ranks(
 OBJECTIVES = {"detection": "max:map", "segmentation": "max:miou", "gan": "min:distance"}
 
 
-@pytest.mark.parametrize("name", [*map(slow_but, (*IN_CI, *TRAININGS))])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TRAININGS)
 def test_an_example_is_swept_logged_and_reported(
     openmpi: Mpi, name: str, tmp_path: Path
 ) -> None:
@@ -108,6 +104,7 @@ def test_an_example_is_swept_logged_and_reported(
             assert f"Validation {last}" in page
 
 
+@pytest.mark.slow
 def test_arguments_are_recorded_and_may_not_change_on_resume(
     openmpi: Mpi, tmp_path: Path
 ) -> None:
@@ -131,11 +128,11 @@ def test_arguments_are_recorded_and_may_not_change_on_resume(
     ("function", "expected", "is_of_all"),
     [
         ("with_other_config", "another TrainConfig, which ignores the flags", True),
-        ("with_recorder", "has a Recorder, and so has the command", True),
+        slow("with_recorder", "has a Recorder, and so has the command", True),
         ("nothing", "returned int; expected a Trainer", True),
-        ("on_one_rank", "a Trainer on rank 0, a Task on rank 1", True),
+        slow("on_one_rank", "a Trainer on rank 0, a Task on rank 1", True),
         ("nothing_on_one_rank", "returned NoneType; expected a Trainer", False),
-        ("fails_on_one", "] ArithmeticError: a fault of mine", False),
+        slow("fails_on_one", "] ArithmeticError: a fault of mine", False),
     ],
 )
 def test_what_is_no_training_is_one_error(
@@ -207,6 +204,7 @@ def test_the_page_trains_and_exports(openmpi: Mpi, tmp_path: Path) -> None:
     assert mpirun(openmpi, 1, "-c", code_after, cwd=tmp_path).status == 0
 
 
+@pytest.mark.slow
 def test_a_sweep_varies_the_arguments(openmpi: Mpi, tmp_path: Path) -> None:
     (tmp_path / "space.yaml").write_text(
         "metric: min:loss\nsampler: grid\nspace:\n"

@@ -128,14 +128,14 @@ def test_one_sample_and_the_debugger(good: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        (["runs/good"], "expected --step N, or --until nan"),
-        (["runs/none", "--step", "1"], "runs/none is no run of a training"),
+        slow(["runs/good"], "expected --step N, or --until nan"),
+        slow(["runs/none", "--step", "1"], "runs/none is no run of a training"),
         (["runs/good", "--step", "4"], "runs/good is of a script. Type:"),
         (
             ["runs/good", "--step", "9", "--from", "5", *AGAIN, "runs/good"],
             "has no checkpoint of step 5",
         ),
-        (
+        slow(
             ["runs/good", "--step", "99", *AGAIN, "runs/good"],
             "--step 99: the training has 20 steps",
         ),
@@ -156,6 +156,7 @@ def test_what_cannot_be_replayed_is_said(
     assert content_of(good / "runs") == before
 
 
+@pytest.mark.slow
 def test_a_training_of_the_command_is_replayed_to_rounding(
     openmpi: Mpi, tmp_path: Path
 ) -> None:
@@ -185,7 +186,7 @@ def test_diff_names_the_layer_of_a_changed_line(openmpi: Mpi, tmp_path: Path) ->
     (other / "replayed.py").write_text(changed)
     (tmp_path / "replayed.py").write_text(Path(SCRIPT).read_text())
     done = mpirun(
-        *(openmpi, 3, "-m", "mpitrain", "run", "--device", "cpu"),
+        *(openmpi, 2, "-m", "mpitrain", "run", "--device", "cpu"),
         *("other/replayed.py", "runs/b"),
         cwd=tmp_path,
     )

@@ -48,7 +48,7 @@ with mpitrain.init(device="cpu", backend="gloo"):
 
 
 @pytest.mark.parametrize(
-    "mpi", ["openmpi-5", slow("openmpi-4.1"), "mpich"], indirect=True
+    "mpi", ["openmpi-5", slow("openmpi-4.1"), slow("mpich")], indirect=True
 )
 def test_a_script_whose_ranks_are_killed_has_the_weights_of_one_that_ran_through(
     mpi: Mpi, tmp_path: Path
@@ -114,7 +114,7 @@ def test_a_run_without_a_name_is_resumed_and_not_begun_anew(
     assert steps == [*range(1, len(steps) + 1)]
 
 
-@pytest.mark.parametrize("status", [0, 75])
+@pytest.mark.parametrize("status", [slow(0), 75])
 def test_what_ends_as_it_should_is_not_started_again(
     status: int, openmpi: Mpi, tmp_path: Path
 ) -> None:

@@ -65,7 +65,7 @@ def test_the_script_of_the_page_goes_on_in_the_next_job(
     script = page.partition("```python\n")[2].partition("```")[0]
     loop = "for step in range(first, 5000):"
     assert script.count(loop) == 1
-    fewer = loop.replace("5000", "2500")
+    fewer = loop.replace("5000", "1000")
     write(tmp_path, script.replace(loop, f"open('begun', 'w')\n{fewer}"))
     start = (str(openmpi.mpirun), "-np", "2", *openmpi.flags, sys.executable)
     job = subprocess.Popen(
@@ -84,7 +84,7 @@ def test_the_script_of_the_page_goes_on_in_the_next_job(
     assert job.returncode == 75, out
     stopped = re.search(r"stopped after step (\d+)\n", out)
     assert stopped is not None
-    assert 0 < int(stopped[1]) < 2500
+    assert 0 < int(stopped[1]) < 1000
     done = run(openmpi, 2, "script.py", cwd=tmp_path)
     assert done.status == 0, done.err
     assert done.out.count("finished") == 2
@@ -207,6 +207,7 @@ print(f"done {world.rank}/{world.world_size}", flush=True)
     check_all_done(run(openmpi, 2, write(tmp_path, body), cwd=tmp_path), 2)
 
 
+@pytest.mark.slow
 def test_init_that_asks_for_another_start_is_refused_once(
     openmpi: Mpi, tmp_path: Path
 ) -> None:
@@ -366,7 +367,7 @@ def test_what_the_user_has_set_stays(openmpi: Mpi, tmp_path: Path) -> None:
     assert given.items() <= ours["variables"].items()
 
 
-@pytest.mark.parametrize("form", ["script", "module", "package", "folder"])
+@pytest.mark.parametrize("form", ["script", "module", slow("package"), slow("folder")])
 def test_it_sees_itself_as_python_would_show_it(
     openmpi: Mpi, form: str, tmp_path: Path
 ) -> None:

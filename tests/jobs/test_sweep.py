@@ -232,6 +232,7 @@ def test_bad_trials_are_pruned(openmpi: Mpi, tmp_path: Path) -> None:
     assert "pruned after epoch" in result["stopped"]
 
 
+@pytest.mark.slow
 def test_trials_share_the_data_set(openmpi: Mpi, tmp_path: Path) -> None:
     """Held once per node: by all ranks, in all trials."""
     space = write_space(tmp_path, "sampler: grid\nspace:\n  seed: [1, 2]\n")
@@ -271,6 +272,7 @@ def test_a_mistake_in_the_flags_is_said_by_the_first_trial(
     assert "--lr must be at least 0, found -1." in done.err
 
 
+@pytest.mark.slow
 def test_a_metric_that_no_validation_has_is_said_after_the_first(
     openmpi: Mpi, tmp_path: Path
 ) -> None:
@@ -283,6 +285,7 @@ def test_a_metric_that_no_validation_has_is_said_after_the_first(
     assert rows.count('"event": "epoch"') <= 1
 
 
+@pytest.mark.slow
 def test_an_idle_rank_sleeps_and_a_hang_is_reported(
     openmpi: Mpi, tmp_path: Path
 ) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from launcher import Done, Mpi, environment, mpirun, slow
+from launcher import Done, Mpi, environment, mpirun
 from resume_jobs import rows_of
 from test_sweep import result_of, trials_of, write_space
 
@@ -36,7 +36,8 @@ def alone(mpi: Mpi, folder: Path, num_ranks: int, *flags: str) -> Path:
     return run_dir
 
 
-@pytest.mark.parametrize("num_ranks", [slow(1), slow(3), 4])
+@pytest.mark.slow
+@pytest.mark.parametrize("num_ranks", [1, 3, 4])
 def test_each_trial_is_the_run_of_its_script(
     openmpi: Mpi, tmp_path: Path, num_ranks: int
 ) -> None:
@@ -112,6 +113,7 @@ def test_a_script_that_fails_costs_its_trial_alone(
         assert status == ("finished" if finished else "failed"), how
 
 
+@pytest.mark.slow
 def test_bad_scripts_are_pruned(openmpi: Mpi, tmp_path: Path) -> None:
     write_space(
         tmp_path,
@@ -132,8 +134,9 @@ def test_bad_scripts_are_pruned(openmpi: Mpi, tmp_path: Path) -> None:
         assert "pruned after epoch" in result["stopped"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("how", "reason"), [("''", "USR2"), slow("no_record", "USR2"), slow("''", "hours")]
+    ("how", "reason"), [("''", "USR2"), ("no_record", "USR2"), ("''", "hours")]
 )
 def test_scripts_that_are_stopped_resume(
     openmpi: Mpi, tmp_path: Path, how: str, reason: str
@@ -185,6 +188,7 @@ def test_scripts_that_are_stopped_resume(
         assert '"event": "resume"' in (trial_dir / "metrics.jsonl").read_text()
 
 
+@pytest.mark.slow
 def test_a_script_whose_rank_was_killed_resumes(openmpi: Mpi, tmp_path: Path) -> None:
     write_space(
         tmp_path, "metric: min:loss\nsampler: grid\nspace:\n  how: kills_once\n"

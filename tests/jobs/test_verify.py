@@ -21,8 +21,10 @@ STATUS = 77
         slow("activation", 14, r"in micro-batch \d, "),
         ("gradient", 14, r"in micro-batch \d, the gradient of 4.weight"),
         slow("batch", 14, r"in micro-batch \d, the inputs"),
-        ("weight", 16, r"its copy of 4.weight is not that of the 2 others"),
-        ("state", 16, r"its copy of exp_avg of 0.weight is not that of the 2 others"),
+        slow("weight", 16, r"its copy of 4.weight is not that of the 2 others"),
+        slow(
+            "state", 16, r"its copy of exp_avg of 0.weight is not that of the 2 others"
+        ),
     ],
 )
 @pytest.mark.parametrize("rank", [1, slow(0)])
@@ -54,7 +56,7 @@ def test_two_ranks_cannot_be_told_apart_by_their_copies(
     ("flags", "expected"),
     [
         (("once",), "rank 1/2 H] ComputeError: step 16: it has other bits than rank 0"),
-        (
+        slow(
             (),
             "rank 0/2 H] ComputeError: step 16: rank 0 on H and rank 1 on H differ in",
         ),
@@ -105,6 +107,7 @@ def test_there_is_no_false_alarm_and_no_other_bit(
         assert one == other
 
 
+@pytest.mark.slow
 def test_supervise_resumes_from_what_is_verified(
     openmpi: Mpi, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -133,6 +136,7 @@ def test_supervise_resumes_from_what_is_verified(
     assert one == other
 
 
+@pytest.mark.slow
 def test_a_device_that_is_wrong_now_and_then_is_found_by_check(
     openmpi: Mpi, tmp_path: Path
 ) -> None:

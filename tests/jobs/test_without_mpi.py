@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from launcher import Mpi, environment, mpirun
+from launcher import Mpi, environment, mpirun, slow
 
 NO_LIBRARY = "/nowhere/libmpi.so"
 HINT = "no MPI library"
@@ -78,7 +78,11 @@ def test_the_demo_trains_to_the_bits_of_one_rank_with_mpi(
 
 @pytest.mark.parametrize(
     "words",
-    [("script.py",), ("script.py", "init"), ("-m", "mpitrain", "run", "script.py")],
+    [
+        ("script.py",),
+        slow(("script.py", "init")),
+        ("-m", "mpitrain", "run", "script.py"),
+    ],
     ids=" ".join,
 )
 def test_a_script_trains(words: tuple[str, ...], tmp_path: Path) -> None:
