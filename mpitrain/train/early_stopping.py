@@ -25,7 +25,8 @@ class EarlyStopping(Callback):
     Args:
         metric: Such as ``"loss"`` or ``"f1"``; ``None``: accuracy, else loss.
         patience: Validations in a row without a better value.
-        mode: ``"min"`` or ``"max"``; ``None``: min for a loss or an error, else max.
+        mode: ``"min"`` or ``"max"``; ``None``: min for loss, error, mae and
+            the like, else max.
         min_delta: By more than this a value must be better to count, in its own units.
     """
 

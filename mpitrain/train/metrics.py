@@ -45,6 +45,12 @@ def mean(total: float, weight: float) -> float:
 KINDS = ("accuracy", "loss")
 """Metrics of which it is known which is better, also as the end of a name."""
 
+ERRORS = {
+    *("mae", "mse", "rmse", "mape", "nll", "perplexity", "wer", "cer", "ece", "fid"),
+    "distance",
+}
+"""Words of names of metrics of which the lowest is the best, beside loss and error."""
+
 
 def knows_best(names: Collection[str], best_by: str | None) -> bool:
     """Whether a metric is chosen by which an epoch can be the best.
@@ -64,16 +70,19 @@ def best_metric(names: Collection[str], best_by: str | None) -> tuple[str, bool]
 
     >>> best_metric(["loss", "miou"], "max:miou"), best_metric(["loss"], None)
     (('miou', False), ('loss', True))
-    >>> best_metric(["a_loss", "b_loss"], None)
-    ('a_loss', True)
+    >>> best_metric(["a_loss", "b_loss"], None), best_metric(["mae"], "val_mae")
+    (('a_loss', True), ('mae', True))
     """
     found = [kind for kind in KINDS if kind in names]
     found += [n for kind in KINDS for n in names if n.endswith(f"_{kind}")]
     default = next(iter([*found, *names]), "loss")
     mode, _, name = (best_by or default).rpartition(":")
     name = name.removeprefix("val_")
-    is_loss = any(word in name.lower() for word in ("loss", "error"))
-    return name, mode == "min" or (not mode and is_loss)
+    words = name.lower()
+    is_error = any(it in words for it in ("loss", "error")) or not ERRORS.isdisjoint(
+        words.split("_")
+    )
+    return name, mode == "min" or (not mode and is_error)
 
 
 @dataclass(frozen=True, kw_only=True)
