@@ -93,6 +93,7 @@ def test_an_error_of_a_custom_set_is_raised_or_its_sample_left_out(
     samples = MapStyle(dataset, seed=1, num_workers=num_workers)
     with pytest.raises(ArithmeticError, match="this is the fault"):
         list(samples.batches(SHARD, 1))
+    samples.close()
     samples = MapStyle(dataset, seed=1, num_workers=num_workers, skip=True)
     (skipped,) = next(iter(samples.batches(SHARD, 1))).skipped
     assert skipped == "sample 3 of Numbers: ArithmeticError('this is the fault')"
