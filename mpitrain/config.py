@@ -230,8 +230,8 @@ class CheckpointConfig:
     keep_checkpoints: int | None = run_setting(3, minimum=1)
     """Keep the N newest checkpoints and the best one; None: all."""
     best_by: str | None = command_only(None)
-    """Metric of the best checkpoint: min:NAME, max:NAME, or NAME (loss, error, mae and
-    the like: min). Default: accuracy, else loss."""
+    """Metric of the best checkpoint: min:NAME, max:NAME, or NAME (loss, error, mae,
+    ...: min). Default: accuracy, else loss."""
     early_stopping: int | None = command_only(None, minimum=1)
     """Finish after N validations in a row without a better --best-by."""
     resume: str = run_setting("auto", is_common=True, is_set_by_sweep=True)
