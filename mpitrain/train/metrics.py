@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -45,11 +46,11 @@ def mean(total: float, weight: float) -> float:
 KINDS = ("accuracy", "loss")
 """Metrics of which it is known which is better, also as the end of a name."""
 
-ERRORS = {
-    *("mae", "mse", "rmse", "mape", "nll", "perplexity", "wer", "cer", "ece", "fid"),
-    "distance",
-}
-"""Words of names of metrics of which the lowest is the best, beside loss and error."""
+LOWER_IS_BETTER = re.compile(
+    "loss|error|(?<![a-z])"
+    "(mae|mse|rmse|mape|nll|perplexity|wer|cer|ece|fid|distance)(?![a-z])"
+)
+"""What names of metrics contain of which the lowest is the best."""
 
 
 def knows_best(names: Collection[str], best_by: str | None) -> bool:
@@ -72,17 +73,16 @@ def best_metric(names: Collection[str], best_by: str | None) -> tuple[str, bool]
     (('miou', False), ('loss', True))
     >>> best_metric(["a_loss", "b_loss"], None), best_metric(["mae"], "val_mae")
     (('a_loss', True), ('mae', True))
+    >>> best_metric(["east_MSE"], "east_MSE"), best_metric(["amse"], "amse")
+    (('east_MSE', True), ('amse', False))
     """
     found = [kind for kind in KINDS if kind in names]
     found += [n for kind in KINDS for n in names if n.endswith(f"_{kind}")]
     default = next(iter([*found, *names]), "loss")
     mode, _, name = (best_by or default).rpartition(":")
     name = name.removeprefix("val_")
-    words = name.lower()
-    is_error = any(it in words for it in ("loss", "error")) or not ERRORS.isdisjoint(
-        words.split("_")
-    )
-    return name, mode == "min" or (not mode and is_error)
+    is_lower = LOWER_IS_BETTER.search(name.lower()) is not None
+    return name, mode == "min" or (not mode and is_lower)
 
 
 @dataclass(frozen=True, kw_only=True)
