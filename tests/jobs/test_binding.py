@@ -49,6 +49,7 @@ def show(
     return (*json.loads(done.stdout), done.stderr)
 
 
+@under_each_mpi
 @pytest.mark.parametrize("flags", [(), slow(("--bind-to", "core"))])
 def test_one_core_of_several_is_said_once(mpi: Mpi, flags: tuple[str, ...]) -> None:
     """Open MPI binds one or two ranks to a core each by default; MPICH nobody."""

@@ -371,7 +371,10 @@ def test_steps_and_batches_are_the_same_on_other_numbers_of_ranks(
             if it["event"] in kinds
         ]
 
-    for name, num_ranks, at in (("whole", 1, 0), *(("cut", 2, 7), ("cut", 3, 0))):
+    for name, num_ranks, at in (
+        ("whole", 1, 0),
+        *(("cut", 2, 7), ("cut", 3, 0), ("cut", 2, 0)),
+    ):
         done = mpirun(openmpi, num_ranks, "script.py", name, str(at), cwd=tmp_path)
         assert done.status == (75 if at else 0), done.err
     assert result_of(tmp_path / "cut")["status"] == "finished"

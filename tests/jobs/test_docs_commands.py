@@ -163,12 +163,13 @@ def command_params() -> list[object]:
     """Return all commands that are run; those that repeat what others do are slow."""
     commands = (smaller(c) for some in ON_PAGES.values() for c in chosen(some))
     found: list[object] = list(dict.fromkeys(commands))
-    dry_runs = [c for c in found if "mpirun" in str(c) and "--dry-run" in str(c)]
-    scripts = [
-        c for c in found if re.search(r"mpirun .*python (\S+\.py|-m \w+ run)", str(c))
-    ]
-    exports = [c for c in found if " export " in str(c)]
-    repeated = dry_runs[3:] + scripts[1:] + exports[2:]
+    repeated: list[object] = []
+    for kind, num_in_ci in (
+        ("mpirun.*--dry-run", 3),
+        (r"mpirun .*python (\S+\.py|-m \w+ run)", 1),
+        (" export ", 2),
+    ):
+        repeated += [c for c in found if re.search(kind, str(c))][num_in_ci:]
     return [slow(c) if c in repeated else c for c in found]
 
 

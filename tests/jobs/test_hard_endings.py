@@ -40,6 +40,7 @@ with mpitrain.init() as world:
     assert "Bad" in line
 
 
+@under_each_mpi
 def test_a_dead_file_server_neither_silences_nor_holds_up_the_end(
     mpi: Mpi, tmp_path: Path
 ) -> None:

@@ -186,7 +186,7 @@ def test_diff_names_the_layer_of_a_changed_line(openmpi: Mpi, tmp_path: Path) ->
     (other / "replayed.py").write_text(changed)
     (tmp_path / "replayed.py").write_text(Path(SCRIPT).read_text())
     done = mpirun(
-        *(openmpi, 2, "-m", "mpitrain", "run", "--device", "cpu"),
+        *(openmpi, 3, "-m", "mpitrain", "run", "--device", "cpu"),
         *("other/replayed.py", "runs/b"),
         cwd=tmp_path,
     )

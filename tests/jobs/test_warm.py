@@ -307,7 +307,6 @@ def test_signals_and_the_status_are_passed_on(mpi: Mpi, tmp_path: Path) -> None:
         assert all((tmp_path / f"told-{rank}").exists() for rank in (0, 1))
 
 
-@pytest.mark.slow
 def test_what_cannot_be_handed_on_begins_cold(tmp_path: Path) -> None:
     mpi = find("openmpi-5")
     script = write(
@@ -393,7 +392,7 @@ def test_restarts_under_supervise_are_warm(mpi: Mpi, tmp_path: Path) -> None:
     assert not [path for path in sockets if Path(path).exists()]
 
 
-@under_one
+@under_two
 def test_ranks_that_outnumber_the_cores_import_once(mpi: Mpi, tmp_path: Path) -> None:
     # Other jobs have such files meanwhile: only those of its own servers shall be gone.
     show = """
