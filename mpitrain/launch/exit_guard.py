@@ -40,6 +40,7 @@ FORWARD_SECONDS = 0.5  # to forward the message: an abort of MPICH's drops it
 _CALLBACK_SECONDS = 3.0
 _CLAIM_SECONDS = 2.0
 _RECORD_SECONDS = 2.5  # for another rank to write a hang into the record
+_OTHER_THREAD_SECONDS = 20.0  # for the thread that failed first: more than its waits
 
 
 class ExitGuard:
@@ -99,7 +100,13 @@ class ExitGuard:
             # Not through MPI_Finalize: MPI is its parent's.
             os._exit(exit_status(error))
         if self._failed:
-            return
+            if self._size > 1:
+                # Another thread is ending the job. Were this one, the main thread, to
+                # return, Python's end would stop that one, and the others would wait.
+                with contextlib.suppress(KeyboardInterrupt):
+                    time.sleep(_OTHER_THREAD_SECONDS)
+                self._abort(self.status)
+            return  # an outer guard sees the same error
         self._failed = True
         self.on_leave.clear()  # also where a world of one continues
         self.status = status = exit_status(error) or 1

@@ -50,3 +50,30 @@ def test_a_worker_that_runs_the_script_again_is_told_so(tmp_path: Path) -> None:
     script.write_text(code)
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True)
     assert "LaunchError: mpitrain.init() was called in a process that" in done.stderr
+
+
+def test_a_thread_that_ends_the_job_is_not_stopped_by_a_failing_main_thread() -> None:
+    """Such as by Ctrl-C while the monitor of early returns ends the job."""
+    code = (
+        "import os, threading, time\n"
+        "from unittest import mock\n"
+        "from mpitrain.launch.exit_guard import ExitGuard\n"
+        "class Comm:\n"
+        "    rank, size = 0, 2\n"
+        "    def Abort(self, status): os._exit(status)\n"
+        "has_begun = threading.Event()\n"
+        "def claim():\n"
+        "    has_begun.set()\n"
+        "    time.sleep(0.5)\n"
+        "    return True\n"
+        "guard = ExitGuard(Comm(), mock.Mock(), claim, str)\n"
+        "fail = lambda: guard.fail(SystemExit(7))\n"
+        "threading.Thread(target=fail, daemon=True).start()\n"
+        "has_begun.wait()\n"
+        "with guard:\n"
+        "    raise KeyboardInterrupt\n"
+    )
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 7, done.stderr
+    assert "[rank 0/2 " in done.stderr
