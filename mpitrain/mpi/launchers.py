@@ -292,7 +292,7 @@ def is_program(name: str) -> bool:
 
 def version_of(launcher: str, answer: str) -> str:
     """Return the version of a launcher by its answer to --version; empty: not known."""
-    found = re.search(LAUNCHERS[launcher].version or "$^", answer)
+    found = re.search(LAUNCHERS[launcher].version or "(?!)", answer)
     return found[1] if found else ""
 
 

@@ -13,7 +13,7 @@ import pytest
 from mpitrain.cli import main
 from mpitrain.errors import UsageError
 from mpitrain.launch.env_checks import check_size, launched_size, was_launched
-from mpitrain.mpi.launchers import LAUNCHERS, by_command, by_process
+from mpitrain.mpi.launchers import LAUNCHERS, by_command, by_process, version_of
 from mpitrain.settings import flags_of
 from mpitrain.tools.jobs.check_nodes import launcher_of
 from mpitrain.tools.jobs.containers import Runtime
@@ -277,6 +277,16 @@ def test_a_launcher_is_known_by_what_it_says(
     command: str, answer: str, name: str
 ) -> None:
     assert by_command(command, answer) == name
+
+
+@pytest.mark.parametrize(
+    ("launcher", "answer", "version"),
+    [("openmpi", "mpirun (Open MPI) 5.0.11", "5.0.11"), ("srun", "", "")],
+)
+def test_the_version_of_a_launcher_is_what_it_says(
+    launcher: str, answer: str, version: str
+) -> None:
+    assert version_of(launcher, answer) == version
 
 
 @pytest.mark.parametrize(
