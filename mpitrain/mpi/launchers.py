@@ -266,7 +266,11 @@ def by_process(name: str, environ: Mapping[str, str]) -> str:
     >>> by_process("", {"PMI_RANK": "0", "MPI_LOCALRANKID": "0"})
     'mpich'
     """
-    if name in ("mpiexec", "hydra_pmi_proxy") and "I_MPI_ROOT" in environ:
+    # Intel MPI's processes have the names of others, and a module of Intel's compilers
+    # sets I_MPI_ROOT beside another MPI, too.
+    is_open_mpi = "OMPI_COMM_WORLD_SIZE" in environ
+    is_like_intel = name in ("mpiexec", "hydra_pmi_proxy") and "I_MPI_ROOT" in environ
+    if is_like_intel and not is_open_mpi:
         return "intel"
     for found, launcher in LAUNCHERS.items():
         # The kernel keeps 15 characters.

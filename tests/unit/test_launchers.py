@@ -246,6 +246,7 @@ def test_a_mistake_is_told_before_a_job_queues(
         ("prted", {"OMPI_COMM_WORLD_SIZE": "2"}, "openmpi"),
         ("hydra_pmi_proxy", {"PMI_RANK": "0"}, "mpich"),
         ("hydra_pmi_proxy", {"PMI_RANK": "0", "I_MPI_ROOT": "/opt"}, "intel"),
+        ("mpiexec", {"OMPI_COMM_WORLD_SIZE": "2", "I_MPI_ROOT": "/opt"}, "openmpi"),
         ("slurmstepd", {"PMIX_RANK": "0", "SLURM_STEP_NUM_TASKS": "2"}, "srun"),
         ("slurmstepd", {"PALS_RANKID": "0", "PMI_SIZE": "2"}, "srun"),
         ("palsd", {"PALS_RANKID": "0"}, "pals"),
