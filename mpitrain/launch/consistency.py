@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from importlib import metadata
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from mpitrain import _version
 from mpitrain.errors import LaunchError, TopologyError
@@ -50,10 +50,8 @@ def check_consistency(
 
     def check() -> list[str]:
         if len(by_record) > 1:
-            records: list[dict[str, Any]] = [{}] * comm.size
-            for record, ranks in by_record.items():
-                for rank in ranks:
-                    records[rank] = json.loads(record)
+            of_rank = {rank: it for it, ranks in by_record.items() for rank in ranks}
+            records = [json.loads(of_rank[rank]) for rank in range(comm.size)]
             check_software([it.get("software", {}) for it in records], world.nodes)
             check_arguments([it.get("arguments", {}) for it in records])
         check_requirements()  # of the same versions on all ranks
