@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import multiprocessing
 import os
@@ -10,7 +9,7 @@ from collections.abc import Mapping, MutableMapping
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 from mpitrain.config import (
     TIMEOUT_SECONDS,
@@ -37,8 +36,6 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
     from mpitrain.torch_compat import Store
-
-T = TypeVar("T")
 
 logger = logging.getLogger("mpitrain")
 
@@ -263,7 +260,7 @@ def init(
             "the module of --task was imported; expected it under "
             "`if __name__ == '__main__':`"
         )
-    read_config = functools.partial(
+    read_config = partial(
         LaunchConfig,  # its errors belong into the guard: they end all ranks
         device=device,
         backend=backend,
