@@ -23,17 +23,15 @@ from mpitrain.launch.env_checks import STATUS_FILE, launched_rank
 
 def exit_status(error: BaseException) -> int:
     """Return the status, 0 to 255, with which a process ends because of an error."""
-    if isinstance(error, SystemExit):
-        if error.code is None:
-            return 0
-        if isinstance(error.code, int):
-            return error.code & 0xFF or (1 if error.code else 0)
-        return 1
-    if isinstance(error, KeyboardInterrupt):
-        return 130
     if isinstance(error, MpitrainError):
         return error.exit_status
-    return 1
+    if isinstance(error, KeyboardInterrupt):
+        return 130
+    code = error.code if isinstance(error, SystemExit) else 1
+    if isinstance(code, int):
+        # The system keeps eight bits, of which a failure such as 256 has none.
+        return code & 0xFF or int(code != 0)
+    return 0 if code is None else 1
 
 
 def is_failing() -> bool:
