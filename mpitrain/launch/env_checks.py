@@ -201,20 +201,16 @@ def check_size(world_size: int, environ: Mapping[str, str]) -> None:
             f"srun started {number} processes (SLURM_STEP_NUM_TASKS={number})",
             ALONE_UNDER_SRUN,
         )
+    remedy = f"Usual cause: the MPI library that mpi4py loaded {NO_PMIX}. {_REMEDY}"
     for name in LOCAL_SIZE_VARIABLES:
         number = environ.get(name)
         if _is_several(number):
-            raise _alone(
-                f"a launcher started {number} processes on this node ({name}={number})",
-                f"Usual cause: the MPI library that mpi4py loaded {NO_PMIX}. {_REMEDY}",
-            )
+            found = f"a launcher started {number} processes on this node"
+            raise _alone(f"{found} ({name}={number})", remedy)
     rank = environ.get(PMIX_RANK, "")
     if rank.isdecimal() and int(rank) > 0:
-        error = _alone(
-            f"a launcher started {int(rank) + 1} processes or more "
-            f"({PMIX_RANK}={rank})",
-            f"Usual cause: the MPI library that mpi4py loaded {NO_PMIX}. {_REMEDY}",
-        )
+        found = f"a launcher started {int(rank) + 1} processes or more"
+        error = _alone(f"{found} ({PMIX_RANK}={rank})", remedy)
         error.reporting_rank = 1  # rank 0 cannot know: it looks like a lone process
         raise error
     if _is_by_another(environ):
