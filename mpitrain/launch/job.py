@@ -233,10 +233,8 @@ class Job:
     ) -> None:
         """Let every way out of this process close the job; local.
 
-        Args:
-            world: With the process group.
-            timeout_seconds: How long `close` waits for the others.
-            variables_before: What the environment has again after `close`.
+        `close` waits `timeout_seconds` for the others, and then gives the environment
+        `variables_before` again.
         """
         self.run_in(world)
         self._timeout_seconds = timeout_seconds
@@ -377,10 +375,9 @@ def start_job(
         for name, value in ON_ONE_NODE.items():
             os.environ.setdefault(name, value)
     before = Job.current
-    watchdog = None
+    watchdog = before.watchdog if before else None
     started = time.perf_counter()
     try:
-        watchdog = before.watchdog if before else None
         watchdog = watchdog or _start_watchdog(start_timeout_seconds)
         # The sidecar reports it just before.
         with exit_after(start_timeout_seconds + 1.5, HANG_STATUS):
