@@ -117,7 +117,11 @@ def find_rendezvous(
             if is_probing:
                 attempts = try_offers(offers, secret, interfaces, interface)
             barrier(comm)
-        outcomes = tuple(without_addresses(attempt) for attempt in attempts)
+        # Without addresses: nodes that reached it alike are one entry of the merge.
+        outcomes = tuple(
+            replace(it, source="", interface=replace(it.interface, addresses=()))
+            for it in attempts
+        )
         reaching = {outcomes: [world.hostname]} if is_probing else {}
         hosts = merge_on_rank_zero(comm, reaching, merge_lists) or {}
         select = partial(select_offer, world.hostname, offers, hosts)
@@ -153,13 +157,6 @@ def probes(node_rank: int, num_nodes: int) -> bool:
 def probing_stride(num_nodes: int) -> int:
     """Return the distance between the nodes that try rank zero's addresses."""
     return -(-num_nodes // MAX_PROBING_NODES)
-
-
-def without_addresses(attempt: Attempt) -> Attempt:
-    """Return what is equal on nodes that reached rank zero in the same way."""
-    return replace(
-        attempt, source="", interface=replace(attempt.interface, addresses=())
-    )
 
 
 def source_for(
