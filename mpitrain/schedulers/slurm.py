@@ -134,18 +134,13 @@ def _gpus(environ: Mapping[str, str], tasks: list[int]) -> list[int | None]:
     if not text.isdecimal():
         raise LaunchError(f"SLURM_GPUS_ON_NODE={text!r} is not a number")
     here = int(text)
-    unknown: list[int | None] = [None] * len(tasks)
-    if not here:
-        return unknown
-    per_task = _gpu_sum(environ.get("SLURM_GPUS_PER_TASK", ""))
-    if per_task:
-        return [count * per_task for count in tasks]
+    of_task = environ.get("SLURM_GPUS_PER_TASK", "").split(",")
+    counts = (item.rpartition(":")[2] for item in of_task)
+    per_task = sum(int(count) for count in counts if count.isdecimal())
+    if here and per_task:
+        return [num_tasks * per_task for num_tasks in tasks]
     # --gpus=5 is a sum that SLURM spreads over the nodes as it likes. --gres and
     # --gpus-per-node are the same on all.
     is_sum = "SLURM_GPUS" in environ and "SLURM_GPUS_PER_NODE" not in environ
-    return unknown if is_sum and len(tasks) > 1 else [here] * len(tasks)
-
-
-def _gpu_sum(text: str) -> int:
-    counts = [item.rpartition(":")[2] for item in text.split(",")]
-    return sum(int(count) for count in counts if count.isdecimal())
+    is_known = here > 0 and not (is_sum and len(tasks) > 1)
+    return [here if is_known else None] * len(tasks)
