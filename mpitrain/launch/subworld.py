@@ -14,6 +14,7 @@ from mpitrain.config import TIMEOUT_SECONDS
 from mpitrain.launch.init import init_process_group
 from mpitrain.launch.job import Job
 from mpitrain.mpi.collectives import NUM_TAGS, barrier
+from mpitrain.mpi.topology import place_on
 from mpitrain.mpi.world import World
 
 
@@ -68,14 +69,4 @@ def sub_world_of(world: World, ranks: Sequence[int]) -> World:
                 gpus=tuple(node.gpus[at] for at in kept if node.gpus),
             )
             nodes.append(of_kept)
-    rank = ranks.index(world.rank)
-    node_rank = next(i for i, node in enumerate(nodes) if rank in node.ranks)
-    return replace(
-        world,
-        rank=rank,
-        world_size=len(ranks),
-        local_rank=nodes[node_rank].ranks.index(rank),
-        local_world_size=len(nodes[node_rank].ranks),
-        node_rank=node_rank,
-        nodes=tuple(nodes),
-    )
+    return replace(world, **place_on(tuple(nodes), ranks.index(world.rank)))

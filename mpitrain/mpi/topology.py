@@ -52,7 +52,7 @@ def discover_world(comm: MPI.Intracomm, on_node: MPI.Intracomm) -> World:
     # Tuples: ranks of another version of mpitrain, which is refused later, read them.
     hosts = on_rank_zero(comm, lambda: hosts_by_rank(found or {}), "find the nodes")
     nodes = tuple(Node(hostname=name, ranks=ranks) for name, ranks in hosts)
-    return world_of(comm.rank, comm.size, nodes)
+    return World(**place_on(nodes, comm.rank))
 
 
 def hosts_of_group(machines: Sequence[tuple[int, str, str]]) -> dict[str, list[Ranks]]:
@@ -87,14 +87,15 @@ def hosts_by_rank(
     return sorted(hosts, key=lambda host: host[1])
 
 
-def world_of(rank: int, world_size: int, nodes: tuple[Node, ...]) -> World:
-    """Return the place of a rank."""
+def place_on(nodes: tuple[Node, ...], rank: int) -> dict[str, Any]:
+    """Return the fields of a rank's `World` that follow from the nodes."""
     node_rank = next(i for i, node in enumerate(nodes) if rank in node.ranks)
-    return World(
-        rank=rank,
-        world_size=world_size,
-        local_rank=nodes[node_rank].ranks.index(rank),
-        local_world_size=len(nodes[node_rank].ranks),
-        node_rank=node_rank,
-        nodes=nodes,
-    )
+    on_node = nodes[node_rank].ranks
+    return {
+        "rank": rank,
+        "world_size": sum(len(node.ranks) for node in nodes),
+        "local_rank": on_node.index(rank),
+        "local_world_size": len(on_node),
+        "node_rank": node_rank,
+        "nodes": nodes,
+    }
