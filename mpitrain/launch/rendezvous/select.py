@@ -133,11 +133,10 @@ def find_rendezvous(
     if is_first_on_node and world.node_rank > 0:
         own = attempts[index] if attempts else source_for(offer, interfaces, interface)
     own = on_node.bcast(own)
-    reached = "one node"
+    reached, stride = "one node", probing_stride(world.num_nodes)
     if world.num_nodes > 1:
-        num_probing = (world.num_nodes - 1) // probing_stride(world.num_nodes)
-        is_by_all = num_probing == world.num_nodes - 1
-        by = "all" if is_by_all else f"{num_probing + 1} of the"
+        num_reaching = (world.num_nodes - 1) // stride + 1  # with rank zero's own
+        by = "all" if stride == 1 else f"{num_reaching} of the"
         reached = f"reached by {by} {world.num_nodes} nodes"
     return Rendezvous(
         address=offer.address,
