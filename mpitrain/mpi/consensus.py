@@ -34,7 +34,8 @@ class Consensus:
             barrier(world_comm())  # a wait that can be cancelled
             self._comm = world_comm().Dup()
         self._mine: npt.NDArray[np.int64] = np.zeros(count + kinds, np.int64)
-        self._all = np.zeros_like(self._mine)
+        # Alone, its own numbers are the maximum of all.
+        self._all = self._mine if self._comm is None else np.zeros_like(self._mine)
         self._request: MPI.Request | None = None
         self._is_started = False
         self._micros = [0] * kinds  # per piece, as all have agreed; 0: unknown
@@ -100,9 +101,7 @@ class Consensus:
         if not self._is_started:
             return None
         self._is_started = False
-        if self._request is None:
-            return [int(number) for number in self._mine]
-        while not self._request.Test():
+        while self._request is not None and not self._request.Test():
             raise_if_cancelled()
             time.sleep(POLL_SECONDS)
         self._request = None
