@@ -1,4 +1,13 @@
-"""Collectives over MPI that sleep while they wait, and raise on all ranks or none."""
+"""Collectives over MPI that sleep while they wait, and raise on all ranks or none.
+
+A blocking call of MPI uses a whole core while it waits. So a collective begins here
+with `barrier`, which sleeps between its tests; the blocking call after it finds all
+ranks there.
+
+all_or_none()    barrier, minimum of the ranks that failed; a text only if there is one
+on_rank_zero()   all_or_none, then a broadcast of the result
+merge_...()      barrier, then a reduction up a tree
+"""
 
 from __future__ import annotations
 
@@ -105,8 +114,11 @@ def barrier(comm: MPI.Intracomm, *, timeout_seconds: float | None = None) -> boo
     while not request.Test():
         now = time.monotonic()
         if now > end:
+            # MPI cannot take a barrier back: `comm` is of no use then. The callers that
+            # have a timeout end the job.
             return False
         if now < began + SPIN_SECONDS:
+            # Ranks that come at about the same time do not pay for a sleep.
             os.sched_yield()
             continue
         raise_if_cancelled()
@@ -126,6 +138,7 @@ def all_or_none(comm: MPI.Intracomm, action: Callable[[], T], doing: str) -> T:
     failure: tuple[int, str] | None = None
     try:
         result = action()
+    # Not BaseException: Ctrl-C and sys.exit on one rank end the job by the exit guard.
     except Exception as raised:
         error = raised
         where = rank_label(comm.rank, comm.size, socket.gethostname())
@@ -134,10 +147,12 @@ def all_or_none(comm: MPI.Intracomm, action: Callable[[], T], doing: str) -> T:
         else:
             text = "".join(traceback.format_exception_only(raised)).strip()
             failure = (1, f"could not {doing} on {where}: {text}")
+    # Where no rank fails this one number is all that is sent.
     first = min_over_ranks(comm, comm.rank if failure else comm.size)
     if first == comm.size:
         return result
     found: tuple[int, str] = comm.bcast(failure, root=first)
+    # Equal texts come from equal facts: then the message names no rank.
     is_collective = bool(min_over_ranks(comm, failure == found))
     if error is None:
         error = RemoteError(found[1])
@@ -150,7 +165,7 @@ def all_or_none(comm: MPI.Intracomm, action: Callable[[], T], doing: str) -> T:
 
 def min_over_ranks(comm: MPI.Intracomm, number: int) -> int:
     """Return the minimum of all ranks' numbers, on every rank. Collective."""
-    barrier(comm)
+    barrier(comm)  # Allreduce would wait awake
     if comm.size == 1:
         return number
     from mpi4py import MPI
@@ -186,6 +201,7 @@ class Compressed(Generic[T]):
         return _unpack, (zlib.compress(pickle.dumps(self.value), 1),)
 
 
+# Another version's ranks read it by this name, before the start refuses them.
 def _unpack(data: bytes) -> Compressed[Any]:
     return Compressed(pickle.loads(zlib.decompress(data)))
 
@@ -206,6 +222,6 @@ def on_rank_zero(comm: MPI.Intracomm, action: Callable[[], T], doing: str) -> T:
     try:
         mine = all_or_none(comm, action if comm.rank == 0 else lambda: None, doing)
     except MpitrainError as error:
-        error.is_collective = True
+        error.is_collective = True  # rank zero did it for all, so none is named
         raise
     return comm.bcast(Compressed(mine)).value  # type: ignore[no-any-return]

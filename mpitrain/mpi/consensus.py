@@ -53,6 +53,8 @@ class Consensus:
         self._seconds[kind] += now - self._last
         self._pieces[kind] += 1
         self._last = now
+        # By what all have agreed on: ranks' own clocks would decide differently, and
+        # one would wait in an exchange that the others do not make.
         self._passed += max(self._micros[kind], 1e6 * PERIOD_SECONDS / MAX_PIECES)
         return not self._micros[kind] or self._passed >= 1e6 * PERIOD_SECONDS
 
@@ -64,6 +66,7 @@ class Consensus:
         found = self._complete()
         if found is not None:
             for kind, micros in enumerate(found[len(mine) :]):
+                # 0: no rank has had such a piece since; the last number still holds.
                 self._micros[kind] = micros or self._micros[kind]
             found = found[: len(mine)]
         self._passed = 0.0
@@ -73,6 +76,7 @@ class Consensus:
         ]
         kinds = len(micros_per_piece)
         self._seconds, self._pieces = [0.0] * kinds, [0] * kinds
+        # In place: MPI has this address. The exchange that read it before is complete.
         self._mine[:] = [*mine, *micros_per_piece]
         self._is_started = True
         if self._comm is not None:

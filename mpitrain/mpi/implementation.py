@@ -26,12 +26,15 @@ def start_mpi(before: Callable[[str], object] | None = None) -> MPI.Intracomm:
 
     `before` gets the library's version text before MPI_Init, which may end the process.
     """
+    # Before MPI_Init, which reads them; a user's own value stays.
     for name, value in NO_FABRIC_PROBE.items():
         os.environ.setdefault(name, value)
     try:
         from mpi4py import rc
 
         if "mpi4py.MPI" not in sys.modules:  # imported, it has started already
+            # The import shall not start MPI, before `before` has seen the library. The
+            # end of Python finalizes it all the same.
             rc.initialize, rc.finalize = False, True
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
@@ -42,6 +45,7 @@ def start_mpi(before: Callable[[str], object] | None = None) -> MPI.Intracomm:
         with warnings.catch_warnings():
             # "suspicious MPI execution environment" on each rank: we say it once.
             warnings.simplefilter("ignore", RuntimeWarning)
+            # The level that mpi4py would ask for: a script may have set a lower one.
             MPI.Init_thread(getattr(MPI, f"THREAD_{rc.thread_level.upper()}"))
     return MPI.COMM_WORLD
 
@@ -103,4 +107,5 @@ def mpi_library_version() -> str:
         return "none"
     from mpi4py import MPI
 
+    # Open MPI ends the text with a zero byte.
     return MPI.Get_library_version().strip("\0 \n").splitlines()[0]

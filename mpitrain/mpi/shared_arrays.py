@@ -69,6 +69,7 @@ class Communicator:
         reasons: list[str] = []
         for name, dtype, shape in outlines:
             num_bytes = int(np.dtype(dtype).itemsize * np.prod(shape, dtype=np.int64))
+            # An empty array, too: a file of no bytes cannot be mapped.
             memory, is_first, reason = self._memory(max(num_bytes, 1))
             reasons += filter(None, [reason])
             buffer = np.frombuffer(memory, np.uint8, num_bytes)
@@ -136,6 +137,7 @@ class Communicator:
         if failed is not None:
             node = next(it for it in world.nodes if failed in it.ranks)
             reason = f"{node.hostname}: {errors[failed]}"
+        # One rank without it, and the whole node does without: each gets the bytes.
         if memory is None or any(errors[rank] for rank in here):
             return mmap.mmap(-1, num_bytes), True, reason
         return memory, comm.rank == here[0], reason
@@ -150,7 +152,7 @@ class Communicator:
                     between.Bcast(buffer[start : start + CHUNK_BYTES])
         finally:
             between.Free()
-        barrier(comm)
+        barrier(comm)  # no rank reads before its node has the bytes
 
 
 def communicator(world: World) -> Communicator:

@@ -39,6 +39,7 @@ def share_memory(
     """
     file, inode, error = -1, 0, ""
     memory: mmap.mmap | None = None
+    # Every rank makes both exchanges, whatever has failed on it: others wait there.
     try:
         if rank == ranks_here[0]:
             try:
@@ -61,6 +62,7 @@ def share_memory(
             except (OSError, ValueError) as raised:
                 error = str(raised)
         errors = allgather(error)
+    # Not earlier: until the second exchange others open the path. Mapped memory stays.
     finally:
         if file >= 0:
             os.close(file)

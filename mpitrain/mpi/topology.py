@@ -62,6 +62,7 @@ def hosts_of_group(machines: Sequence[tuple[int, str, str]]) -> dict[str, list[R
     """
     ranks: dict[str, list[int]] = {}
     for rank, hostname, boot in machines:
+        # Ranks of two machines in one group of MPI keep their names, and are refused.
         name = machines[0][1] if boot == machines[0][2] else hostname
         ranks.setdefault(name, []).append(rank)
     return {name: [(tuple(of), len(machines))] for name, of in ranks.items()}
