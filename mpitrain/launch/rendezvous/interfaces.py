@@ -68,6 +68,7 @@ def kind_of(name: str, root: Path = SYS_CLASS_NET, depth: int = 0) -> str:
         return "infiniband"
     if (folder / "wireless").exists() or (folder / "phy80211").exists():
         return "wireless"
+    # A TAP device calls itself Ethernet. 0: the type cannot be read.
     if (folder / "tun_flags").exists() or kind not in (_ETHER, 0):
         return "tunnel"
     if (folder / "device").exists():

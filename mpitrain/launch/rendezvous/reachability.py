@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-DIGEST_BYTES = 32
+DIGEST_BYTES = 32  # of SHA-256
 POLL_SECONDS = 0.05
 STRANGER_SECONDS = 1.0  # how long a connection may stay open without a proof
 MAX_STRANGERS = 256  # open connections without a proof; others wait
@@ -73,6 +73,7 @@ def answering(listeners: Sequence[socket.socket], secret: bytes) -> Iterator[Non
     stop = threading.Event()
     strangers = threading.BoundedSemaphore(MAX_STRANGERS)
 
+    # A proof names the listener: an address that leads to another one is not reached.
     def answer(sock: socket.socket, index: int) -> None:
         with sock, contextlib.suppress(OSError):
             asked = _receive(sock, time.monotonic() + STRANGER_SECONDS)
@@ -81,12 +82,13 @@ def answering(listeners: Sequence[socket.socket], secret: bytes) -> Iterator[Non
         strangers.release()
 
     def serve(listener: socket.socket, index: int) -> None:
-        listener.settimeout(POLL_SECONDS)
+        listener.settimeout(POLL_SECONDS)  # so that `stop` is seen
         while not stop.is_set():
             with contextlib.suppress(OSError):  # nobody came, or is gone again
                 sock = listener.accept()[0]
                 strangers.acquire()
                 threading.Thread(target=answer, args=(sock, index), daemon=True).start()
+        # Blocking again: the store's copy of the socket shares this flag.
         listener.settimeout(None)
 
     with ThreadPoolExecutor(max(1, len(listeners))) as pool:
@@ -95,10 +97,12 @@ def answering(listeners: Sequence[socket.socket], secret: bytes) -> Iterator[Non
         try:
             yield
         finally:
-            stop.set()
+            stop.set()  # before the pool waits for its threads
 
 
 def _receive(sock: socket.socket, end: float) -> bytes:
+    # TCP may bring it in parts. One deadline for all of them: a stranger that sends a
+    # byte now and then does not hold the connection open.
     received = b""
     with contextlib.suppress(OSError):
         while len(received) < DIGEST_BYTES:

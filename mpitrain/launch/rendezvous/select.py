@@ -5,6 +5,11 @@ reach: ``127.0.1.1`` on Debian, a container bridge, a filtered network. So rank 
 listens on each, one rank of every other node connects to each and checks that it is
 rank zero, and of the addresses that all of them reached the one on the fastest class of
 interface is selected.
+
+1. Rank zero binds a port on each address, and broadcasts them with a secret.
+2. One rank of each node tries them all, while threads of rank zero answer.
+3. What the nodes found is merged on its way to rank zero, which selects one.
+4. Rank zero keeps that socket, and the store gets it: nobody can take the port between.
 """
 
 from __future__ import annotations
@@ -116,7 +121,7 @@ def find_rendezvous(
         with reachability.answering(listeners if world.num_nodes > 1 else (), secret):
             if is_probing:
                 attempts = try_offers(offers, secret, interfaces, interface)
-            barrier(comm)
+            barrier(comm)  # rank zero answers until all have tried
         # Without addresses: nodes that reached it alike are one entry of the merge.
         outcomes = tuple(
             replace(it, source="", interface=replace(it.interface, addresses=()))
@@ -212,6 +217,7 @@ def try_offers(
         sources = [*filter(is_usable, next(addresses))]
 
     def attempt(index: int) -> Attempt:
+        # Of several own addresses the first that reaches it counts.
         offer = offers[index]
         failure = f"{name} has no such address there"
         for source in sources:

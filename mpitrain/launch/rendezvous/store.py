@@ -31,6 +31,7 @@ def open_store(
             world.world_size,
             is_master=world.is_rank_zero,
             timeout=timedelta(seconds=timeout_seconds),
+            # The clients come after it: with True the constructor would wait for them.
             wait_for_workers=False,
             # The socket that rank zero has bound, so that nobody takes the port
             # between; for good: the store closes it.

@@ -90,6 +90,7 @@ def check_mpi_messages(
     """
     seconds = min(MESSAGE_SECONDS, 0.8 * start_timeout)  # before the watchdog ends it
     if world.local_rank == 0:
+        # In a ring, where each node sends and receives at once: none waits for a turn.
         firsts = [node.ranks[0] for node in world.nodes]
         following = firsts[(world.node_rank + 1) % len(firsts)]
         requests = [
