@@ -58,8 +58,10 @@ def lost_in(text: str, hostnames: Sequence[str]) -> dict[str, str]:
     {'b.x': 'state-unknown,down'}
     """
     lost: dict[str, str] = {}
+    # pbsnodes writes a node's attributes into indented lines below its name.
     for node in re.split(r"\n(?=\S)", text):
         state = re.search(r"\bstate = (\S+)", node)
         if state is not None and LOST.search(state[1]):
+            # By any of its words: pbsnodes has the longer form of a name as Mom.
             lost |= dict.fromkeys(set(hostnames) & set(node.split()), state[1])
     return lost

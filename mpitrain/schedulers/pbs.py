@@ -103,6 +103,7 @@ def has_ended_job() -> bool:
 
     Only its message in the job's output tells that from qdel, which leaves none.
     """
+    # PBS writes it into the file of stderr; a terminal or a pipe cannot be read again.
     if not stat.S_ISREG(os.fstat(2).st_mode):
         return False
     with contextlib.suppress(OSError):
@@ -115,6 +116,7 @@ def has_ended_job() -> bool:
 def asks_for_ompthreads(job_id: str) -> bool | None:
     """Ask `qstat` whether a job's chunks have ``ompthreads``; ``None``: no answer."""
     text = query("qstat", "-f", job_id).replace("\n\t", "")  # it breaks long lines
+    # schedselect is the job's select with the defaults of its queue and server.
     chunks = re.findall(
         r"^\s*(?:Resource_List\.select|schedselect) = (.*)", text, re.MULTILINE
     )
