@@ -1,4 +1,8 @@
-"""What must be equal on all ranks and may differ: compared before anything uses it."""
+"""What must be equal on all ranks and may differ: compared before anything uses it.
+
+What a rank has goes up a tree as the key of a dictionary, so ranks that are alike are
+one entry, however many they are. Rank zero compares; all ranks raise, or none.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +58,9 @@ def check_consistency(
             records = [json.loads(of_rank[rank]) for rank in range(comm.size)]
             check_software([it.get("software", {}) for it in records], world.nodes)
             check_arguments([it.get("arguments", {}) for it in records])
-        check_requirements()  # of the same versions on all ranks
+        # Rank zero's packages stand for all, since their versions are equal by now.
+        # Compared before that, an old one on one rank alone hung the others (MPICH).
+        check_requirements()
         return [uneven_nodes(world.nodes), check_clocks(clocks or {}, world.nodes)]
 
     warnings = on_rank_zero(comm, check, "compare the ranks")
@@ -155,6 +161,7 @@ def _differences(
     for name in by_rank[0]:
         ranks: dict[str, list[int]] = {}
         for rank, values in enumerate(by_rank):
+            # A rank of another version of mpitrain may not know the name.
             ranks.setdefault(values.get(name) or "unknown", []).append(rank)
         if len(ranks) > 1:
             found = (f"{value} on {where(having)}" for value, having in ranks.items())

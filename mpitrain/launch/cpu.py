@@ -65,7 +65,7 @@ def configure_threads(
             *(list_hosts(hosts), launcher.program, launcher.unbound),
         )
     num_cores = fair_shares(masks, quota)[world.local_rank]
-    if of_pbs is not None:
+    if of_pbs is not None:  # rank zero's: what follows is collective
         is_confined = len(frozenset().union(*masks)) < (os.cpu_count() or 1)
         num_cores = _cores_under_pbs(
             comm, world, num_cores, of_pbs, variables, is_confined=is_confined
@@ -88,7 +88,8 @@ def limit_blas(num_threads: int, variables: Mapping[str, str]) -> None:
     own = ("OPENBLAS_NUM_THREADS", "GOTO_NUM_THREADS", "MKL_NUM_THREADS")
     is_set = not variables.keys().isdisjoint((*own, "BLIS_NUM_THREADS"))
     if "numpy" in sys.modules and not is_set:
-        of_it = "KMP_DUPLICATE_LIB_OK"  # which its import sets
+        # Its import sets this variable, which programs that this one starts would have.
+        of_it = "KMP_DUPLICATE_LIB_OK"
         before = os.environ.get(of_it)
         from threadpoolctl import threadpool_limits
 
@@ -118,6 +119,7 @@ def _cores_under_pbs(
     exceeds = variables.get("OMP_NUM_THREADS") == str(of_pbs) and of_pbs > share
     mine = {world.hostname: share} if exceeds else {}
     exceeding = merge_on_rank_zero(comm, mine, or_)
+    # Once for the job, and only where it matters: qstat may take 30 s.
     is_asked = on_rank_zero(
         comm,
         lambda: bool(exceeding) and asks_for_ompthreads(variables["PBS_JOBID"]),
@@ -125,7 +127,7 @@ def _cores_under_pbs(
     )
     if is_asked:
         return min(num_cores, max(share, of_pbs))
-    if exceeds:
+    if exceeds:  # threads_of sets it anew
         del variables["OMP_NUM_THREADS"]
     if exceeding:
         logger.warning(
@@ -282,6 +284,7 @@ def keep_freed_memory(variables: Mapping[str, str]) -> None:
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None:
         return
+    # Large blocks come from the heap, too: those of mmap go back when they are freed.
     if not mallopt(_M_MMAP_THRESHOLD, _KEEP_BYTES):
         mallopt(_M_MMAP_THRESHOLD, _OLD_GLIBC_BYTES)
     mallopt(_M_TRIM_THRESHOLD, _KEEP_BYTES)

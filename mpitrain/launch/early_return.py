@@ -65,6 +65,7 @@ class EarlyReturnMonitor:
     def returned(self) -> None:
         """Write to the store that this rank has returned, and stop watching."""
         self._stop.set()
+        # Not for ever: a store that is stopped does not answer the thread.
         self._thread.join(POLL_SECONDS)
         with contextlib.suppress(Exception):  # the end will tell
             self._keep_counts()
@@ -111,6 +112,7 @@ class EarlyReturnMonitor:
             now = {}  # by group: collectives begun here, ranks that began fewer
             counts = self._count_collectives() if returned else {}
             for name, n in counts.items():
+                # A rank that never had this group is not missed: its job is healthy.
                 ranks = [r for r, theirs in returned.items() if theirs.get(name, n) < n]
                 if ranks:
                     now[name] = (n, ranks)

@@ -111,6 +111,7 @@ def is_on_one_node(environ: Mapping[str, str]) -> bool:
     """Whether this job is on this node alone, as far as the launcher tells."""
     if not was_launched(environ):
         return True
+    # The defaults differ: what is not told is not equal.
     size = _first(environ, SIZE_VARIABLES, 0)
     return size == _first(environ, LOCAL_SIZE_VARIABLES, -1)
 

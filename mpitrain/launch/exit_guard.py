@@ -3,6 +3,17 @@
 Under plain ``mpirun python`` a rank that raises leaves the others waiting for it for
 ever (mpi4py issue 290): its interpreter reaches MPI_Finalize, which waits for them.
 The guard stands around everything between MPI_Init and the end.
+
+A rank that fails
+
+1. waits, where its error looks like the end of a peer, for the message of that peer;
+2. claims the report: the first to add to a counter in rank zero's store has it;
+3. prints its message, if it is the first, and lets the launcher forward it;
+4. aborts, which ends all ranks. The others wait for that, and abort after a while.
+
+Where all ranks know who reports (`reporting_rank`), there is no claim, and a barrier
+keeps the others from aborting before the message. Each wait has a limit: whatever is
+slow or dead, the job ends.
 """
 
 from __future__ import annotations
@@ -134,6 +145,7 @@ class ExitGuard:
         if first:
             self._report(error)
         if self._size > 1 and reporting_rank is not None:
+            # No abort before the report; a rank that never comes does not hold it up.
             barrier(self._comm, timeout_seconds=_CLAIM_SECONDS)
         elif not first:
             time.sleep(CONSEQUENCE_SECONDS)  # the first one's abort comes before this
@@ -176,6 +188,7 @@ class ExitGuard:
         if claims[:1] == [None]:
             # Nothing to agree by: the lower ranks report, and abort, first.
             time.sleep(1.5 * min(self._rank, 2))
+        # Without an answer this rank reports: two messages are better than none.
         return not claims or claims[0] is not False
 
     def handle_watchdog_command(self, status: int | None, text: str) -> None:
@@ -193,6 +206,7 @@ class ExitGuard:
 
     def _abort(self, status: int) -> NoReturn:
         flush()
+        # mpirun waits for every process that holds its pipes, for a stopped one, too.
         self._watchdog.end_stopped_sidecar()
         if not is_finalized():
             self._comm.Abort(status)

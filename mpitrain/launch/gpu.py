@@ -97,6 +97,7 @@ def assign_devices(
     from mpitrain.torch_compat import python_backend_error  # it imports torch
 
     reason = python_backend_error()
+    # Between nodes a thread of each group calls MPI (docs/decisions/0007).
     if world.num_nodes > 1 and config.backend == "auto" and not has_thread_multiple():
         reason = reason or "MPI was started without MPI_THREAD_MULTIPLE"
     asked = config.backend
@@ -190,6 +191,7 @@ def plan_node(seen: Sequence[VisibleGpus]) -> NodeGpus:
     chosen = _in_turn(seen)
     pairs = zip(seen, chosen, strict=True)
     uuids = [visible.gpus[index] for visible, index in pairs if index >= 0]
+    # Numbers, not UUIDs: nodes that are alike are one entry on their way to rank zero.
     numbers = {uuid: str(i) for i, uuid in enumerate(dict.fromkeys(uuids))}
     return NodeGpus(
         kind=seeing[0].kind if seeing else "",

@@ -19,6 +19,7 @@ def import_torch() -> None:
     try:
         import torch.distributed  # noqa: F401
     finally:
+        # Torch's import alone does without: a script may want the package itself.
         if is_hidden:
             del sys.modules[name]
 

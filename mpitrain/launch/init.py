@@ -56,6 +56,7 @@ def prepare_without_torch(
     with job.start_step("who is where"):
         on_node = node_comm(comm)
         world = discover_world(comm, on_node)
+        # First: which collectives the next steps make depends on the arguments.
         check_consistency(comm, world, config, timeout_seconds)
     with job.start_step("network"):
         rendezvous = select.find_rendezvous(comm, on_node, world, config.interface)
@@ -151,6 +152,7 @@ def init_process_group(
             rank=world.rank,
             world_size=world.world_size,
             timeout=timedelta(seconds=timeout_seconds),
+            # With it NCCL connects now, not in the first collective.
             device_id=torch.device(world.device) if "ccl" in world.backend else None,
         )
 
@@ -250,7 +252,7 @@ def init(
             "samples: such workers run the script again.\nExpected what it does, other "
             "than define, under `if __name__ == '__main__':`"
         )
-    before = dict(os.environ)
+    before = dict(os.environ)  # before start_job, which sets some, too
     limit = default_start_timeout(hang_timeout_seconds, start_timeout_seconds)
     launched = Job.current  # by `run`, perhaps
     # Rank zero alone is here, and the others would wait.

@@ -200,6 +200,7 @@ class Job:
 
         It is what `mpitrain.init` returns to a script there; its end ends nothing.
         """
+        # Not a deep copy: guard, watchdog and store stay those of the job.
         part = copy.copy(self)
         of_part = {"_comm": comm, "_world": world, "_is_open": False, "locks": []}
         vars(part).update(of_part, part_began=time.monotonic())
@@ -279,7 +280,8 @@ class Job:
         Raises:
             EarlyReturnError: They did not come in time.
         """
-        self.watchdog.set_state(State.LEFT)
+        self.watchdog.set_state(State.LEFT)  # who waits here is no hang
+        # Before the barrier: ranks that wait for this one in a collective look there.
         if self.early_return is not None:
             self.early_return.returned()
             self.early_return = None
@@ -289,6 +291,7 @@ class Job:
                 "later.\nExpected every rank to leave at about the same time: look for "
                 "a return or sys.exit() that only some ranks reach."
             )
+        # Only now is it known that no rank has failed.
         while self.guard.on_leave:
             self.guard.on_leave.pop()()
         if self._step_hook is not None:
@@ -371,6 +374,7 @@ def start_job(
     if STATUS_FILE in os.environ:
         # `supervise` blocks it for the launcher, and Hydra's ranks inherit that.
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+    # Not for scripts: MPI_Comm_spawn needs what these settings leave out.
     if not may_spawn and is_on_one_node(os.environ):
         for name, value in ON_ONE_NODE.items():
             os.environ.setdefault(name, value)
@@ -378,6 +382,7 @@ def start_job(
     watchdog = before.watchdog if before else None
     started = time.perf_counter()
     try:
+        # Before MPI, whose start itself may hang (docs/decisions/0006).
         watchdog = watchdog or _start_watchdog(start_timeout_seconds)
         # The sidecar reports it just before.
         with exit_after(start_timeout_seconds + 1.5, HANG_STATUS):
@@ -398,7 +403,7 @@ def start_job(
             raise
         time.sleep(1.0)  # this one's end may end rank 0, which is to report for all
         os._exit(1)
-    if was_launched(os.environ):
+    if was_launched(os.environ):  # after MPI_Init, which needs what is hidden
         hide_from_children(os.environ)
     job = Job(comm, watchdog)
     job.start_seconds["starting MPI"] = time.perf_counter() - started

@@ -82,6 +82,7 @@ def is_consequence(error: BaseException) -> bool:
     known = getattr(error, "is_consequence", None)  # our backend sets it
     if known is not None:
         return bool(known)
+    # Not imported for this: without it the error cannot be one of its own.
     torch_distributed = sys.modules.get("torch.distributed")
     if torch_distributed is not None and isinstance(error, torch_distributed.DistError):
         return True
@@ -141,7 +142,7 @@ def finish_mpi(status: int) -> NoReturn:
     mpi = sys.modules.get("mpi4py.MPI")
     if mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized():
         mpi.Finalize()
-    gc.unfreeze()
+    gc.unfreeze()  # get_objects leaves out what is frozen, such as by `run_command`
     for found in gc.get_objects():
         if issubclass(type(found), _FILE):
             with contextlib.suppress(Exception):  # closed, or read only
@@ -182,6 +183,7 @@ def exit_after(seconds: float, status: int) -> Iterator[None]:
     timer = ctypes.c_void_p()
     clock_monotonic, sigev_thread = 1, 2
     try:
+        # `_exit` gets the value of the event, which is the status, as its argument.
         leave = ctypes.cast(c._exit, ctypes.c_void_p).value  # noqa: SLF001
         event = _SigEvent(value=status, notify=sigev_thread, function=leave)
         made = c.timer_create(clock_monotonic, ctypes.byref(event), ctypes.byref(timer))

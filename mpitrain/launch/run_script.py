@@ -132,7 +132,7 @@ def _replace_exits(job: Job, rank_itself: int) -> None:
     exit_at_once = os._exit
 
     def leave_and_exit(status: int) -> NoReturn:
-        os._exit = exit_at_once
+        os._exit = exit_at_once  # finish_mpi calls it
         if status == 0 and os.getpid() == rank_itself:
             with job.guard:
                 _leave_together(job)
@@ -150,6 +150,7 @@ def _replace_exits(job: Job, rank_itself: int) -> None:
             job.watchdog.set_state(State.FAILING)
             super().Abort(errorcode)
 
+    # A script that starts MPI itself would end: a second MPI_Init is an error.
     MPI.Init, MPI.Init_thread = lambda: None, lambda *_, **__: MPI.Query_thread()
     MPI.COMM_WORLD = AllRanks(MPI.COMM_WORLD)  # type: ignore[misc]
 
@@ -240,7 +241,7 @@ def _close_stdin() -> None:
 
 def _set_path(folder: str) -> None:
     """Let imports begin in a folder, in place of where Python began for us."""
-    if not sys.flags.safe_path:
+    if not sys.flags.safe_path:  # with -P Python itself puts no folder there
         sys.path[0] = folder
 
 
@@ -294,6 +295,8 @@ def run_program(
         killer.stdin.write(b"%d\n" % child.pid)
         with _forwarding(child):
             status = child.wait()
+        # Otherwise, as with an exception here, the end of this block closes the shell's
+        # stdin, and it kills what is left of the group.
         if status == 0:
             killer.kill()  # what the program left running on purpose may stay
     if status != 0:
@@ -320,6 +323,7 @@ def _forwarding(child: subprocess.Popen[bytes]) -> Iterator[None]:
     def forward(number: int, frame: FrameType | None) -> None:  # noqa: ARG001
         nonlocal has_forwarded_term
         is_usr2 = number == signal.SIGUSR2
+        # It would kill a program that has no handler.
         if is_usr2 and not has_signal(child.pid, "SigCgt", number):
             signal.signal(number, signal.SIG_IGN)
             if has_forwarded_term:

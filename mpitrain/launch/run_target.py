@@ -126,6 +126,7 @@ def read_script(name: str) -> tuple[ModuleType, CodeType]:
             code = spec.loader.get_code("__main__")
             if code is not None:
                 return _new_main(spec), code
+        # dont_inherit: this module's `annotations` would be the script's, too.
         code = compile(Path(path).read_bytes(), path, "exec", dont_inherit=True)
     except OSError as error:
         raise UsageError(
@@ -146,6 +147,7 @@ def read_script(name: str) -> tuple[ModuleType, CodeType]:
 
 def find_module(name: str) -> tuple[ModuleType, CodeType]:
     """Find a module, or a package's ``__main__``, as ``python -m`` would."""
+    # By what `python -m` itself calls; runpy has no public name for it.
     find: Any = runpy._get_module_details  # type: ignore[attr-defined] # noqa: SLF001
     try:
         _, spec, code = find(name, ModuleCannotRun)

@@ -41,10 +41,12 @@ def sub_world(
     from mpitrain.torch_compat import PrefixStore, destroy_process_group
 
     assert job.store is not None  # the start has opened it
+    # Create_group, not Split: the ranks outside of it are busy, and do not come.
     members = job.comm.Get_group().Incl(list(ranks))
     mine = job.comm.Create_group(members, tag=number % NUM_TAGS)
     members.Free()
     part = sub_world_of(world, ranks)
+    # What a sub-world before left in the store would be taken for this one's.
     store = PrefixStore(f"mpitrain/sub_world/{number}", job.store)
     with job.mpi.use_as_world(mine):
         init_process_group(job, part, timeout_seconds, store)

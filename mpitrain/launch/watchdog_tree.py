@@ -48,7 +48,7 @@ def connect_watchdogs(
         token = secrets.token_hex(16)
         place = listen(world.master_addr if size > 1 else "")
     place, token = comm.bcast((place, token))
-    if place is None:
+    if place is None:  # rank zero's answer: all ranks return here, or none
         return  # also for a second job of these processes: the first's stands
     watchdog.is_connected = True
     places = [place]
