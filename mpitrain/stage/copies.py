@@ -31,7 +31,8 @@ from mpitrain.stage.stream import FOLDER, Entry, Index
 def hold(path: str) -> None:
     """Keep others from removing a copy while this process lives."""
     with _lock(path, fcntl.LOCK_SH) as file:
-        os.dup(file.fileno())  # never closed: it has the lock, too
+        # A lock of flock(2) lasts until the last copy of its descriptor is closed.
+        os.dup(file.fileno())
 
 
 def _lock(path: str, how: int, seconds: float = 0.0) -> IO[str]:
@@ -39,7 +40,7 @@ def _lock(path: str, how: int, seconds: float = 0.0) -> IO[str]:
     file, end = Path(path, ".lock").open("a"), time.monotonic() + seconds  # noqa: SIM115
     while True:
         try:
-            fcntl.flock(file, how | fcntl.LOCK_NB)
+            fcntl.flock(file, how | fcntl.LOCK_NB)  # a wait in the kernel has no end
             return file
         except BlockingIOError:
             if time.monotonic() >= end:
@@ -88,17 +89,15 @@ class NodeCopy:
                         with suppress(OSError), _lock(str(path), fcntl.LOCK_EX):
                             shutil.rmtree(path)
                 if not self.had_it:
-                    if Path(self._folder).exists():
-                        lost = "the copy has lost files, and another job uses it"
-                        raise OSError(0, lost)
-                    self._made = tempfile.mkdtemp("", f"{self._folder}.partial-")
-                    lock = _lock(self._made, fcntl.LOCK_EX)
-                    self._lock_of_made.enter_context(lock)
-                    self._make_folders()
+                    self._begin()
         # Also after an error: then this node forwards, and `finish` removes its part.
         return bool(self._made)
 
-    def _make_folders(self) -> None:
+    def _begin(self) -> None:
+        if Path(self._folder).exists():  # it could not be removed
+            raise OSError(0, "the copy has lost files, and another job uses it")
+        self._made = tempfile.mkdtemp("", f"{self._folder}.partial-")
+        self._lock_of_made.enter_context(_lock(self._made, fcntl.LOCK_EX))
         found = os.statvfs(self._made)
         if found.f_bavail * found.f_frsize < self.index.size:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -131,6 +130,8 @@ class NodeCopy:
                 for entry in self.index.entries:
                     self._finish_entry(entry, self._made + entry.path)
                 with _lock(self._above, fcntl.LOCK_EX, 60):
+                    # Before `_use`: the rename takes the locked file along, and a second
+                    # lock of it would be refused.
                     self._lock_of_made.close()
                     if not self._is_complete():  # else another job was first
                         os.rename(self._made, self._folder)  # noqa: PTH104
@@ -142,7 +143,7 @@ class NodeCopy:
         if stat.S_ISLNK(entry.mode):
             os.symlink(self._move(entry.target), path)  # noqa: PTH211
         elif stat.S_ISREG(entry.mode):
-            if self._is_rewritten(entry):
+            if self._is_rewritten(entry):  # before its mode, which may be read-only
                 text = Path(path).read_bytes()
                 Path(path).write_bytes(self._move.file(path, text))
             os.chmod(path, stat.S_IMODE(entry.mode))  # noqa: PTH101

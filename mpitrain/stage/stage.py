@@ -81,12 +81,12 @@ def read_command(words: Sequence[str], first: Target | None = None) -> Target:
     """
     program, *rest = words or [""]
     flags, target = split(rest)
+    # The command runs in this process: another Python cannot be had.
+    folders = {Path(it).parent.resolve() for it in (program, sys.executable)}
+    is_here = "/" not in program or len(folders) == 1
     is_python = program == sys.executable or Path(program).name.startswith("python")
-    if "/" in program and is_python:  # the command runs in this process
-        folders = {Path(it).parent.resolve() for it in (program, sys.executable)}
-        is_python = len(folders) == 1
-    is_wrong = not is_python or flags not in ([], ["-u"])
-    if is_wrong or target is None or target.kind == "program":
+    is_right = is_here and is_python and flags in ([], ["-u"])
+    if not is_right or target is None or target.kind == "program":
         raise UsageError(
             f"stage runs a command of {sys.executable}; found {' '.join(words)!r} "
             f"after --, expected one of\n{USAGE}\n"

@@ -15,8 +15,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, suppress
-from pathlib import Path
+from contextlib import suppress
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
@@ -47,20 +46,19 @@ class Index:
     """
 
     def __init__(self, roots: Sequence[str], entries: Iterable[Entry]) -> None:
-        self.roots, self.entries = (
-            roots,
-            sorted({it.path: it for it in entries}.values()),
-        )
-        text = repr((roots, self.entries))
-        self.digest = hashlib.sha256(text.encode()).digest()
+        self.roots = roots
+        # Once each, since a root may be below another. A folder comes before its files.
+        self.entries = sorted({it.path: it for it in entries}.values())
+        self.digest = hashlib.sha256(repr((roots, self.entries)).encode()).digest()
         self.files = [it for it in self.entries if stat.S_ISREG(it.mode)]
         self.size = sum(it.size for it in self.files)
         size = max(MIN_PIECE_BYTES, min(self.size // NUM_PIECES, MAX_PIECE_BYTES))
         parts = [
             (it, offset, min(size, it.size - offset))
             for it in self.files
-            for offset in range(0, it.size or 1, size)
+            for offset in range(0, it.size or 1, size)  # `or 1`: empty ones are made
         ]
+        # Small files go together: a piece for each would cost a message for each.
         ends = itertools.accumulate(it[2] for it in parts)
         groups = itertools.groupby(parts, lambda _: next(ends) // size)  # < 2 * size
         self.pieces = [list(group) for _, group in groups]
@@ -73,17 +71,13 @@ def walk(roots: Sequence[str], on_progress: Callable[[], object]) -> list[Entry]
     Left out: copies, files that this user may not read, sockets, pipes and devices, and
     the folders ``pkgs`` and ``envs`` of a conda installation.
     """
-    left_out = {
-        f"{root}/{name}"
-        for root in roots
-        for name in ("pkgs", "envs")
-        if Path(root, "conda-meta").is_dir()
-    }
 
-    def scan(folder: str) -> list[Entry | None]:
+    def scan(folder: str) -> list[Entry]:
         with suppress(PermissionError):
-            paths = [f"{folder}/{it}" for it in os.listdir(folder) if it != FOLDER]  # noqa: PTH208
-            return [_entry(path) for path in paths if path not in left_out]
+            names = {*os.listdir(folder)} - {FOLDER}  # noqa: PTH208
+            if "conda-meta" in names:  # archives, and environments that are not ours
+                names -= {"pkgs", "envs"}
+            return [it for name in names if (it := _entry(f"{folder}/{name}"))]
         return []
 
     real = {root: os.path.realpath(root) for root in roots}
@@ -93,31 +87,33 @@ def walk(roots: Sequence[str], on_progress: Callable[[], object]) -> list[Entry]
         # One below another root is found there.
         if root != path and not any(root.startswith(f"{it}/") for it in roots)
     ]
-    found = [_entry(root) for root in {*real.values()}]
-    with ThreadPoolExecutor(NUM_READERS) as pool:  # it waits for a file server
-        while level := [entry for entry in found if entry is not None]:
+    level = [it for root in {*real.values()} if (it := _entry(root))]
+    # In threads, one per folder and not per file: each waits for a file server.
+    with ThreadPoolExecutor(NUM_READERS) as pool:
+        while level:
             entries += level
             folders = [it.path for it in level if stat.S_ISDIR(it.mode)]
-            found = []
+            level = []
             for inner in pool.map(scan, folders):
-                found += inner
+                level += inner
                 on_progress()
     return entries
 
 
 def _entry(path: str) -> Entry | None:
     found = os.lstat(path)
-    kind, mode = stat.S_IFMT(found.st_mode), stat.S_IMODE(found.st_mode)
-    if kind == stat.S_IFDIR:
-        return Entry(path, kind | mode)
-    if kind == stat.S_IFLNK:
+    mode = found.st_mode
+    if stat.S_ISDIR(mode):
+        return Entry(path, mode)
+    if stat.S_ISLNK(mode):
         target = os.readlink(path)  # noqa: PTH115
         if ".." in target.split("/"):  # it may lead out of the root
             target = os.path.normpath(os.path.join(os.path.dirname(path), target))  # noqa: PTH118, PTH120
-        return Entry(path, kind, target=target)
-    if kind != stat.S_IFREG or not (mode & 0o004 or os.access(path, os.R_OK)):
+        return Entry(path, stat.S_IFLNK, target=target)
+    # access(2) asks the file server once more: only where others may not read.
+    if not stat.S_ISREG(mode) or not (mode & 0o004 or os.access(path, os.R_OK)):
         return None
-    return Entry(path, kind | mode & 0o777, found.st_size, found.st_mtime_ns)
+    return Entry(path, mode & ~0o7000, found.st_size, found.st_mtime_ns)
 
 
 class Source:
@@ -175,6 +171,7 @@ def send_through(
                 is_done = comm.Irecv(piece, before).Test
             arriving.append((is_done, piece))
 
+    # Asleep: a blocking MPI call takes a whole core from readers and writer.
     def wait(is_done: Callable[[], bool]) -> None:
         pause = 0.0
         while not is_done():  # each test moves all that MPI receives and sends
@@ -182,10 +179,7 @@ def send_through(
             pause = min(1.5 * pause + 0.0001, 0.005)
         on_progress()
 
-    with ExitStack() as stack:
-        readers, writer = [
-            stack.enter_context(ThreadPoolExecutor(n)) for n in (NUM_READERS, 1)
-        ]
+    with ThreadPoolExecutor(NUM_READERS) as readers, ThreadPoolExecutor(1) as writer:
         for number in range(WINDOW):
             begin(number)
         for number in range(len(sizes)):
