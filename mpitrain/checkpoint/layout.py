@@ -19,7 +19,7 @@ import itertools
 import re
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -33,17 +33,13 @@ NAME = re.compile(r"step-(\d+)(?:-epoch-(\d+)|(-val))?")
 
 @dataclass(frozen=True, kw_only=True, order=True)
 class Checkpoint:
-    """A checkpoint that was complete once."""
+    """A checkpoint that was complete once. Of a run, the newer is the greater."""
 
     step: int  # steps of the training that are in it
     epoch: int  # the epoch that was just evaluated; 0: within an epoch
     is_validated: bool = False  # within an epoch
-    path: Path  # its folder
-
-    def is_newer(self, other: Checkpoint) -> bool:
-        """Whether more of the training is in it than in another of the same run."""
-        mine, its = ((it.step, it.epoch, it.is_validated) for it in (self, other))
-        return mine > its
+    # Its folder. Not compared: one folder has several paths, by links or relative ones.
+    path: Path = field(compare=False)
 
     def metadata(self) -> dict[str, Any]:
         """Read the state of the training and its configuration."""

@@ -162,7 +162,7 @@ class RunCheckpoints:
         self._supervision, self._folder = found, folder
         newest = find_in_memory(folder, self._run_id, world, ranks)
         on_disk = None if self.reader is None else self.reader.checkpoint
-        if newest is not None and (on_disk is None or newest.is_newer(on_disk)):
+        if newest is not None and (on_disk is None or newest > on_disk):
             self.reader = CheckpointReader(newest)
 
     @property

@@ -16,14 +16,14 @@ from typing import Any
 
 import pytest
 import torch
-from single_process import lone_communicator
+from single_process import LONE, lone_communicator
 from torch import Tensor
 
 from mpitrain.checkpoint import format, layout
 from mpitrain.checkpoint.format import BrokenCheckpoint
 from mpitrain.checkpoint.layout import Checkpoint
 from mpitrain.checkpoint.preemption import FILE, STOP_FILE, PreemptionHandler
-from mpitrain.checkpoint.resume import check, newest_complete
+from mpitrain.checkpoint.resume import check, find_checkpoint, newest_complete
 from mpitrain.checkpoint.storage import (
     CheckpointReader,
     StoredTensor,
@@ -361,6 +361,24 @@ def test_impossible_ones_are_set_aside_and_the_one_before_is_taken(
     assert found == before
     names = {path.name for path in (tmp_path / layout.FOLDER).glob("*.broken")}
     assert names == {"step-00000110.broken", "step-00000120.broken"}
+
+
+def test_what_resume_names_by_another_path_of_the_run_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only newer ones are set aside. A home folder is often a link."""
+    (tmp_path / "disk/run").mkdir(parents=True)
+    (tmp_path / "home").symlink_to("disk")
+    monkeypatch.chdir(tmp_path)
+    for path in (tmp_path / "home/run", Path("disk/run")):
+        chosen = write(path, 100)
+        write(path, 110)
+        asked = str(tmp_path / chosen.path)
+        reader = find_checkpoint(path, "a", asked, LONE, lone_communicator(), [])
+        assert reader is not None
+        assert reader.checkpoint.path.is_dir()
+        assert [it.step for it in layout.list_checkpoints(path)] == [100]
+        layout.remove_whole(chosen.path)
 
 
 def test_a_tensor_that_is_missing_or_of_another_shape_is_named(tmp_path: Path) -> None:
