@@ -302,9 +302,9 @@ class CheckpointManager:
                 action()
             except Exception as error:
                 thread.error = f"{type(error).__name__}: {error}"
-                if isinstance(error, OSError):
+                if isinstance(error, OSError) and error.strerror:
                     where = f": {error.filename}" if error.filename else ""
-                    thread.error = f"{error.strerror or error}{where}"
+                    thread.error = f"{error.strerror}{where}"
             thread.ended_at = time.monotonic()
             thread.has_ended = True  # last: then the other fields are read
 

@@ -22,6 +22,7 @@ from torch import Tensor
 from mpitrain.checkpoint import format, layout
 from mpitrain.checkpoint.format import BrokenCheckpoint
 from mpitrain.checkpoint.layout import Checkpoint
+from mpitrain.checkpoint.manager import CheckpointManager
 from mpitrain.checkpoint.preemption import FILE, STOP_FILE, PreemptionHandler
 from mpitrain.checkpoint.resume import check, find_checkpoint, newest_complete
 from mpitrain.checkpoint.storage import (
@@ -301,6 +302,22 @@ def test_of_two_limits_the_nearer_one_counts(
         assert nearest - 25 < (handler.seconds_left() or 0.0) <= nearest
     finally:
         handler.close()
+
+
+def test_an_error_without_words_is_an_error(tmp_path: Path) -> None:
+    """Such as that of a `Future` whose time is over, in a callback's `flush`."""
+
+    def fails() -> None:
+        raise TimeoutError
+
+    manager = CheckpointManager(
+        tmp_path, LONE, lone_communicator(), keep=None, before_rename=fails
+    )
+    manager.save(tensors(), metadata_of(120), 120, 0)
+    result = manager.finish("testing")
+    assert result is not None
+    assert "TimeoutError" in result.error
+    assert not layout.list_checkpoints(tmp_path)
 
 
 def test_the_stored_checkpoints_have_every_field_of_metadata() -> None:
