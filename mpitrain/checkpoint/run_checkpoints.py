@@ -34,7 +34,7 @@ from mpitrain.mpi.collectives import MPI_PROCESS
 from mpitrain.mpi.shared_arrays import Communicator, communicator
 from mpitrain.mpi.world import World, list_hosts
 from mpitrain.record.result import record_job, update_result
-from mpitrain.record.runs import is_finished, open_run
+from mpitrain.record.runs import Exists, is_finished, open_run
 from mpitrain.record.supervised import (
     Supervision,
     opened_run,
@@ -104,13 +104,14 @@ class RunCheckpoints:
         self._ranks = ranks = communicator(world)
         if run_id is None:
             path = self.run_dir.absolute()
-            exists = "refuse" if self._resume == "never" else "resume"
-            run_id = ranks.on_rank_zero(
-                lambda: open_run(path.parent, path.name, exists=exists).run_id,  # type: ignore[arg-type]
-                "open the run folder",
-            )
-            if world.is_rank_zero:
+            exists: Exists = "refuse" if self._resume == "never" else "resume"
+
+            def open_folder() -> str:
+                found = open_run(path.parent, path.name, exists=exists)
                 forget_stop(path)
+                return found.run_id
+
+            run_id = ranks.on_rank_zero(open_folder, "open the run folder")
             record_job(self.run_dir)
         self._run_id = run_id
         # On rank zero: the others may not see the files of `supervise`.
@@ -274,6 +275,8 @@ class RunCheckpoints:
         world = self._open_by_itself()
         if self.is_disabled:
             return
+        # Of numpy or torch, too, which JSON does not know: rank zero alone would fail.
+        step, metric = int(step), None if metric is None else float(metric)
         if self._manager is None:
             self._manager = CheckpointManager(
                 self.run_dir, world, self._ranks, keep=self._keep

@@ -11,6 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from reference_training import Net, config_of, some
@@ -279,6 +280,17 @@ def test_a_metric_that_is_not_finite_is_none(
     again.open(world)
     assert again.restore(model=Net()) == {"step": 1}
     assert again.reader is None or again.reader.metadata["metric"] is None
+
+
+def test_numbers_of_numpy_and_torch_are_saved(world: World, run_dir: Path) -> None:
+    """Rank zero alone writes them: its error would leave the others waiting."""
+    checkpointer: Any = Checkpointer(run_dir / "run")
+    checkpointer.open(world)
+    checkpointer.save(np.int64(3), model=Net(), metric=torch.tensor(0.5))
+    checkpointer.save(np.int64(4), model=Net(), metric=np.float32(0.25))
+    found = [it.metadata() for it in layout.list_checkpoints(run_dir / "run")]
+    assert [(it["step"], it["metric"]) for it in found] == [(4, 0.25), (3, 0.5)]
+    checkpointer.close()
 
 
 def with_checkpoints(world: World, run_dir: Path, **settings: Any) -> Trainer:
