@@ -172,12 +172,10 @@ class Checkpointer(RunCheckpoints, Callback):
                 f"best_by={self._best_by!r} without val_data; expected validation data"
             ).on_all_ranks()
         self.open(world)
-        path, callbacks = self.run_dir.resolve(), trainer.callbacks
-        recorders = [it for it in callbacks if isinstance(it, Recorder)]
-        recorders = [it for it in recorders if it.run_dir.resolve() == path]
-        self._has_recorder = bool(recorders)
-        for recorder in recorders:
-            recorder.is_open = True
+        path = self.run_dir.resolve()
+        for it in trainer.callbacks:
+            if isinstance(it, Recorder) and it.run_dir.resolve() == path:
+                self._has_recorder = it.is_open = True
         self._start_handler()
         if self.is_disabled:
             return
@@ -186,13 +184,14 @@ class Checkpointer(RunCheckpoints, Callback):
         callback_states(trainer)
         count = FAILED + 1 + MemoryLevel.COUNT
         self._consensus = Consensus(world, count=count, kinds=EVALUATION + 1)
-        others = [callback for callback in trainer.callbacks if callback is not self]
+        others = [it for it in trainer.callbacks if it is not self]
+
+        def flush() -> None:  # a checkpoint counts on what the others have recorded
+            for callback in others:
+                callback.flush()
+
         self._manager = CheckpointManager(
-            self.run_dir,
-            world,
-            self._ranks,
-            keep=self._keep,
-            before_rename=lambda: _flush(others),
+            self.run_dir, world, self._ranks, keep=self._keep, before_rename=flush
         )
         if self._folder is not None and self._supervision is not None:
             self._level = MemoryLevel(
@@ -283,19 +282,13 @@ class Checkpointer(RunCheckpoints, Callback):
 
     def on_validation_end(self, trainer: Trainer, epoch: EpochMetrics) -> None:
         """Save within an epoch if it is time to, or if the metric is the best one."""
-        if self.is_disabled or epoch.is_end:
-            return
-        metric = score_of(epoch.values, self._best_by)
-        is_due = metric is not None and metric > self._best and any(self._every)
-        self._save_validated(trainer, epoch, is_due=is_due)
+        if not self.is_disabled and not epoch.is_end:
+            self._save_validated(trainer, epoch)
 
     def on_epoch_end(self, trainer: Trainer, epoch: EpochMetrics) -> None:
         """Save if it is time to; raises `StopRequested` if all ranks are to stop."""
-        if self.is_disabled:
-            return
-        every = self._every[0]
-        is_due = every is not None and epoch.epoch % every == 0
-        self._save_validated(trainer, epoch, is_due=is_due)
+        if not self.is_disabled:
+            self._save_validated(trainer, epoch)
 
     def on_train_end(self, trainer: Trainer) -> None:
         """Write the last checkpoint.
@@ -334,8 +327,6 @@ class Checkpointer(RunCheckpoints, Callback):
 
         If nothing was ever verified, from what this job has written.
         """
-        if self._manager is not None:
-            self._manager.abandon()
         if self._folder is not None:
             self._folder.remove()
         if self._world is None or not self._world.is_rank_zero:
@@ -398,19 +389,20 @@ class Checkpointer(RunCheckpoints, Callback):
             *(self._level.own_numbers() if self._level else [0] * MemoryLevel.COUNT),
         ]
 
-    def _save_validated(
-        self, trainer: Trainer, epoch: EpochMetrics, *, is_due: bool
-    ) -> None:
-        self._clock.is_due |= is_due
-        values, losses = epoch.values, epoch.train_losses
-        metric = score_of(values, self._best_by, losses=losses)
+    def _save_validated(self, trainer: Trainer, epoch: EpochMetrics) -> None:
+        values, every = epoch.values, self._every[0]
+        metric = score_of(values, self._best_by, losses=epoch.train_losses)
+        is_best = metric is not None and metric > self._best
+        if epoch.is_end:
+            self._clock.is_due |= every is not None and epoch.epoch % every == 0
+        else:
+            self._clock.is_due |= is_best and any(self._every)
         if trainer.engine.world.is_rank_zero and not self._has_warned:
             self._has_warned = True
             warn_of_no_best(values, self._best_by)
         # The best alone waits for a write that is under way: a newer one comes soon, a
         # better one perhaps never.
-        may_queue = metric is not None and metric > self._best
-        self._save_if_due(trainer, may_queue=may_queue)
+        self._save_if_due(trainer, may_queue=is_best)
         self._tick(trainer, EVALUATION)
 
     def _save_if_due(self, trainer: Trainer, *, may_queue: bool = False) -> None:
@@ -480,10 +472,11 @@ class Checkpointer(RunCheckpoints, Callback):
         wait = BACK_OFF_SECONDS[min(self._failed_in_a_row, len(BACK_OFF_SECONDS) - 1)]
         self._best = -math.inf  # it may have been the one that was lost
         self._failed_in_a_row += 1
-        if self._manager is None or not self._manager.is_busy:
-            self._saved = None  # else a newer one, which waited, is being written
+        assert self._manager is not None
+        if not self._manager.is_busy:  # else a newer one, which waited, is written
+            self._saved = None
         self._clock.restart(back_off_seconds=wait)
-        if self._world is not None and self._world.is_rank_zero:
+        if trainer.engine.world.is_rank_zero:
             logger.warning(
                 "the checkpoint of step %d could not be written: %s; training goes on, "
                 "the next try is in %.0f s",
@@ -493,8 +486,3 @@ class Checkpointer(RunCheckpoints, Callback):
 
 def _position(state: TrainState) -> tuple[int, ...]:
     return state.step, state.epoch, state.epoch_step, state.validated_step
-
-
-def _flush(callbacks: list[Callback]) -> None:
-    for callback in callbacks:
-        callback.flush()
