@@ -56,10 +56,11 @@ def find_in_memory(
     }
     by_rank = ranks.allgather(mine)
     for name in sorted({it for found in by_rank for it in found}, reverse=True):
-        copies = [
-            _of_node([by_rank[rank].get(name) for rank in node.ranks])
-            for node in world.nodes
-        ]
+        copies = []
+        for node in world.nodes:
+            of_ranks = [by_rank[rank].get(name) for rank in node.ranks]
+            # Each rank has looked at some of the files of its node.
+            copies.append(None if None in of_ranks else of_ranks[0])
         source = next((it for it in copies if it is not None), None)
         if source is None or any(it and it.token != source.token for it in copies):
             continue
@@ -103,11 +104,6 @@ def _look(checkpoint: Checkpoint, run_id: str, world: World) -> MemoryCopy | Non
     except (OSError, DataError, KeyError):
         return None
     return copy
-
-
-def _of_node(copies: Sequence[MemoryCopy | None]) -> MemoryCopy | None:
-    """Return what a node has, if all of its ranks have found their part whole."""
-    return None if any(it is None for it in copies) else copies[0]
 
 
 def moves_between(

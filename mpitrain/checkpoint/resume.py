@@ -48,12 +48,12 @@ def find_checkpoint(
 
     Collective over all ranks. ``blind_hosts`` do not see the run folder.
     """
-    ranks.on_rank_zero(
-        lambda: remove_unfinished(run_dir, logger.info), "clean the run folder"
-    )
-    num = ranks.on_rank_zero(
-        lambda: len(list_checkpoints(run_dir)), "count checkpoints"
-    )
+
+    def clean() -> int:
+        remove_unfinished(run_dir, logger.info)
+        return len(list_checkpoints(run_dir))
+
+    num = ranks.on_rank_zero(clean, "clean the run folder")
     if blind_hosts and num:
         raise UsageError(
             f"{run_dir} has checkpoints to resume from, and {list_hosts(blind_hosts)} "

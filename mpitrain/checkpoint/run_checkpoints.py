@@ -72,6 +72,7 @@ class RunCheckpoints:
         self._keep, self._memory = keep, memory
         self._supervision: Supervision | None = None
         self._folder: MemoryFolder | None = None
+        self._is_from_memory = False  # what `reader` reads
         self._resume = resume
         self._time_limit = seconds_of(time_limit)
         self._world: World | None = None
@@ -164,17 +165,9 @@ class RunCheckpoints:
         newest = find_in_memory(folder, self._run_id, world, ranks)
         on_disk = None if self.reader is None else self.reader.checkpoint
         if newest is not None and (on_disk is None or newest > on_disk):
-            self.reader = CheckpointReader(newest)
+            self.reader, self._is_from_memory = CheckpointReader(newest), True
 
-    @property
-    def _is_from_memory(self) -> bool:
-        return (
-            self.reader is not None
-            and self._folder is not None
-            and self._folder.path in self.reader.checkpoint.path.parents
-        )
-
-    def _start_handler(self) -> None:
+    def _start_handler(self) -> PreemptionHandler:
         assert self._world is not None
         if self._handler is None and Job.current is not None:
             self._handler = Job.current.preemption_handler
@@ -188,6 +181,7 @@ class RunCheckpoints:
             self._handler.uninstall()
         else:
             self._handler.margin = self._margin
+        return self._handler
 
     def seconds_left(self) -> float | None:
         """Return the seconds until the time limit; ``None`` without one; local."""
@@ -334,10 +328,8 @@ class RunCheckpoints:
         on SIGUSR2 and SIGTERM do not end the process. Exit with status 75 after it.
         """
         self._open_by_itself()
-        if self._handler is None:
-            self._start_handler()
-        mine = 0 if self._handler is None else self._handler.requested()
-        self._stop_reason = REASONS[max(self._ranks.allgather(mine))]
+        handler = self._handler or self._start_handler()
+        self._stop_reason = REASONS[max(self._ranks.allgather(handler.requested()))]
         return self._stop_reason
 
     def _open_by_itself(self) -> World:
