@@ -25,6 +25,7 @@ from mpitrain.checkpoint.tensors import (
     check_optimizer,
     load_model,
     load_states,
+    saved_by_rank,
     split_state,
 )
 from mpitrain.data.samples import kind_of
@@ -66,10 +67,7 @@ def pack_objects(
         prefix = prefix_of(name)
         if isinstance(it, nn.Module):
             state, packed[name] = split_state(it)
-            buffers = {key for key, _ in it.named_buffers(remove_duplicate=False)}
-            for key, value in state.items():
-                if is_rank_zero or key not in buffers:
-                    tensors[prefix + key] = value
+            tensors |= saved_by_rank(state, it, prefix, is_rank_zero=is_rank_zero)
         elif isinstance(it, torch.optim.Optimizer):
             packed[name] = _pack_optimizer(name, it, names, tensors)
         else:

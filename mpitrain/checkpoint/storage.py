@@ -16,6 +16,8 @@ import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -147,7 +149,9 @@ def read_index(path: Path, *, has_files: bool = True) -> dict[str, StoredTensor]
                 chunk = Chunk(name, _size(offsets), _size(sizes))
                 if len({len(offsets), len(sizes), len(stored.shape)}) > 1:
                     raise ValueError(f"a chunk of {name} has other dimensions")
-                stored.places[chunk] = Place(_file_name(file), _size([start])[0])
+                if not TENSOR_FILE.fullmatch(file):
+                    raise ValueError(f"the file name {file!r}")
+                stored.places[chunk] = Place(file, _size([start])[0])
                 end = start + chunk.numel * stored.dtype.itemsize
                 if has_files and end > size_of(file):
                     raise ValueError(f"{name} is not in {file}")
@@ -159,12 +163,6 @@ def read_index(path: Path, *, has_files: bool = True) -> dict[str, StoredTensor]
     except NO_INDEX as error:
         raise BrokenCheckpoint(path, f"{TENSORS}: {error!r}") from None
     return index
-
-
-def _file_name(name: str) -> str:
-    if not TENSOR_FILE.fullmatch(name):
-        raise ValueError(f"the file name {name!r}")
-    return name
 
 
 def _size(numbers: Sequence[int]) -> torch.Size:
@@ -351,14 +349,12 @@ class CheckpointReader:
                 both = wanted.overlap(chunk)
                 if both.numel:
                     parts.append((place, chunk, both, wanted.view(data, both)))
-        last: tuple[Chunk, Tensor] | None = None
-        for place, chunk, both, target in sorted(parts, key=lambda part: part[0]):
-            if last is None or last[0] != chunk:
-                last = (
-                    chunk,
-                    _read_chunk(path, self._index[chunk.name].dtype, *(chunk, place)),
-                )
-            target.detach().copy_(chunk.view(last[1], both))
+        # In the order of the files, and each chunk once: it is in memory as a whole.
+        parts.sort(key=itemgetter(0))
+        for (place, chunk), of_chunk in groupby(parts, key=itemgetter(0, 1)):
+            data = _read_chunk(path, self._index[chunk.name].dtype, chunk, place)
+            for *_, both, target in of_chunk:
+                target.detach().copy_(chunk.view(data, both))
 
 
 def _read_chunk(path: Path, dtype: torch.dtype, of: Chunk, place: Place) -> Tensor:

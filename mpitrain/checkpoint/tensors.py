@@ -54,19 +54,28 @@ def tensors_to_save(
     The optimizers, with ZeRO of this rank's shard, train ``trained``, a part of
     ``model`` whose names there begin with ``prefix``; ``ema`` has its names.
     """
-    found: dict[str, Tensor] = {}
-    buffers = {name for name, _ in model.named_buffers(remove_duplicate=False)}
-    for name, tensor in split_state(model)[0].items():
-        if world.is_rank_zero or name not in buffers:
-            found[MODEL + name] = tensor
+    is_zero = world.is_rank_zero
+    found = saved_by_rank(split_state(model)[0], model, MODEL, is_rank_zero=is_zero)
     for optimizer in optimizers:
         for name, key, value in _optimizer_state(trained, optimizer):
             found[f"{OPTIMIZER}{prefix}{name}/{key}"] = value
-    buffers = {name for name, _ in trained.named_buffers(remove_duplicate=False)}
-    for name, average in ema.items():
-        if world.is_rank_zero or name not in buffers:
-            found[EMA + prefix + name] = average
+    found |= saved_by_rank(ema, trained, EMA + prefix, is_rank_zero=is_zero)
     return found | random_to_save(world)
+
+
+def saved_by_rank(
+    tensors: Mapping[str, Tensor], module: nn.Module, prefix: str, *, is_rank_zero: bool
+) -> dict[str, Tensor]:
+    """Return what this rank has to save of a module's tensors, by name with prefix.
+
+    Buffers, such as batch norm's, may differ between ranks: they are rank zero's.
+    """
+    buffers = {name for name, _ in module.named_buffers(remove_duplicate=False)}
+    return {
+        prefix + name: tensor
+        for name, tensor in tensors.items()
+        if is_rank_zero or name not in buffers
+    }
 
 
 def random_to_save(world: World) -> dict[str, Tensor]:
@@ -120,17 +129,6 @@ def load_model(
     # In place, so that there is no second model; what a module returns may be a copy.
     reader.load({prefix + name: tensor for name, tensor in tensors.items()})
     model.load_state_dict({**tensors, **extra_state})
-
-
-def load_optimizer(
-    reader: CheckpointReader,
-    trained: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    prefix: str = "",
-) -> None:
-    """Load the state of an optimizer; see `tensors_to_save` for the arguments."""
-    named = [(prefix + name, weight) for name, weight in trained.named_parameters()]
-    load_states(reader, named, optimizer)
 
 
 def load_states(
@@ -355,8 +353,10 @@ def load_stage(reader: CheckpointReader, engine: Engine, *, is_own: bool) -> Non
                 "folder"
             ).on_all_ranks()
         return
+    trained = engine.strategy.model.named_parameters()
+    named = [(prefix + name, weight) for name, weight in trained]
     for it in optimizer.optimizers:
-        load_optimizer(reader, engine.strategy.model, it.local, prefix)
+        load_states(reader, named, it.local)
     for it, state in zip(optimizer.optimizers, saved["states"], strict=True):
         if it.scheduler is not None and state["scheduler"]:
             fresh = it.scheduler.state_dict()
