@@ -15,7 +15,6 @@ tell whether it still is.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import re
 import shutil
 from collections.abc import Callable
@@ -76,24 +75,24 @@ def checkpoint_at(path: Path) -> Checkpoint:
 
 def best_of(checkpoints: list[Checkpoint]) -> Checkpoint | None:
     """Return the checkpoint with the best metric, of those that have one."""
-    best: tuple[float, Checkpoint] | None = None
-    for checkpoint in checkpoints:  # the newest first: of two equals it stays
+    metrics: dict[Checkpoint, float] = {}
+    for checkpoint in checkpoints:
         with contextlib.suppress(BrokenCheckpoint):
-            metric = checkpoint.metadata()["metric"]
-            if metric is not None and (best is None or metric > best[0]):
-                best = metric, checkpoint
-    return None if best is None else best[1]
+            if (metric := checkpoint.metadata()["metric"]) is not None:
+                metrics[checkpoint] = metric
+    # The newest stand first: of two equals `max` takes that.
+    return max(metrics, key=metrics.__getitem__, default=None)
 
 
 def set_aside(checkpoint: Checkpoint, suffix: str) -> Path:
     """Rename a checkpoint so that it is not found any more; return its new path."""
-    path = checkpoint.path
-    for number in itertools.count(1):
-        aside = path.with_name(f"{path.name}.{suffix}" + f"-{number}" * (number > 1))
-        if not aside.exists():
-            path.rename(aside)
-            return aside
-    raise AssertionError
+    path, number = checkpoint.path, 1
+    aside = path.with_name(f"{path.name}.{suffix}")
+    while aside.exists():
+        number += 1
+        aside = path.with_name(f"{path.name}.{suffix}-{number}")
+    path.rename(aside)
+    return aside
 
 
 def remove_unfinished(run_dir: Path, log: Callable[[str], object]) -> None:

@@ -135,9 +135,8 @@ class CheckpointManager:
         self._ranks = ranks
         self._keep = keep
         self._before_rename = before_rename
-        self._pinned = world.device != "cpu"
         self._commits, self._is_abandoned = threading.Lock(), False
-        self._memories = [HostMemory(pinned=self._pinned)]  # unused: at most two
+        self._memories: list[HostMemory] = []  # unused; two are made at most
         self._outline: object = None
         self._num_saved = 0
         self._plan = WritePlan(chunks={})
@@ -191,7 +190,7 @@ class CheckpointManager:
         if self._next is not None:
             self._memories.append(self._next.writer.memory)
         elif not self._memories:
-            self._memories.append(HostMemory(pinned=self._pinned))
+            self._memories.append(HostMemory(pinned=self._world.device != "cpu"))
         writer = TensorWriter(
             path,
             rank=self._world.rank,

@@ -66,12 +66,13 @@ class MemoryLevel:
         self._began = time.monotonic()
         self._copy_seconds = self._saved_at = 0.0
         self._costs: list[float] = []
-        self._is_on = self._is_first = True
+        self._is_first = True
 
     @property
     def is_due(self) -> bool:
         """Whether to save now; equal on all ranks."""
-        return self._is_on and self._clock.may_save and not self._manager.is_busy
+        manager = self._manager
+        return self._clock.may_save and not manager.refusal and not manager.is_busy
 
     def own_numbers(self) -> list[int]:
         """Return what the ranks exchange, by all-reduce(MAX); local."""
@@ -95,14 +96,12 @@ class MemoryLevel:
         self._manager.save(*collect())
         self._copy_seconds = time.monotonic() - began
         self._clock.restart()
-        if self._manager.refusal:
-            self._is_on = False
-            if self._world.is_rank_zero:
-                logger.warning(
-                    "no checkpoints in memory: %s. After a fault the training resumes "
-                    "from the disk",
-                    self._manager.refusal,
-                )
+        if self._manager.refusal and self._world.is_rank_zero:
+            logger.warning(
+                "no checkpoints in memory: %s. After a fault the training resumes from "
+                "the disk",
+                self._manager.refusal,
+            )
 
     def close(self) -> None:
         """Complete what is written, and remove all: nobody will resume from memory.
