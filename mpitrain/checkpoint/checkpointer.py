@@ -271,6 +271,7 @@ class Checkpointer(RunCheckpoints, Callback):
         every = self._every[1]
         if every and state.step % every == 0:
             self._clock.is_due = True
+        # First: a stop is known to all here, and saves by itself, in `on_stop`.
         self._tick(trainer, STEP)
         if not validates_every or state.step % validates_every:
             self._save_if_due(trainer)  # else after the validation, which follows
@@ -309,6 +310,7 @@ class Checkpointer(RunCheckpoints, Callback):
         if self._manager is not None:
             self._consensus.abandon()
             self._manager.abandon()  # a later `fit` removes what is not complete
+        # After `abandon`: then no thread adds a checkpoint to those that are listed.
         if isinstance(error, ComputeError):
             self._set_unverified_aside(error.verified_step or self._first_step)
         self.close()
@@ -343,7 +345,7 @@ class Checkpointer(RunCheckpoints, Callback):
         if self._level is not None:
             self._level.close()
         self._consensus.close()
-        self.close()
+        self.close()  # last: until here a signal must not end this rank
 
     def _load_best(self, trainer: Trainer) -> None:
         engine, state = trainer.engine, trainer.state
@@ -363,7 +365,7 @@ class Checkpointer(RunCheckpoints, Callback):
         if self._last_tick is not None:
             self._longest_gap = max(self._longest_gap, now - self._last_tick)
         self._last_tick = now
-        if not self._consensus.is_due(kind):
+        if not self._consensus.is_due(kind):  # equal on all ranks
             return
         found = self._consensus.exchange(self._own_numbers())
         if found is None:
@@ -427,7 +429,7 @@ class Checkpointer(RunCheckpoints, Callback):
         position = _position(trainer.state)
         if position == self._saved:
             return
-        self._saved = position
+        self._saved = position  # `_report` takes it back if the write fails
         self._clock.restart()
         assert self._manager is not None
         with trainer.timer("checkpoint"):
@@ -462,6 +464,7 @@ class Checkpointer(RunCheckpoints, Callback):
     def _report(self, trainer: Trainer, result: WriteResult) -> None:
         trainer.call("on_checkpoint", result)
         if not result.error:
+            # The longest one, for `_margin`.
             self._save_seconds = max(self._save_seconds, result.write_seconds)
             self._failed_in_a_row = 0
             logger.info(

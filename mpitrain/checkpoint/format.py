@@ -39,7 +39,7 @@ METADATA = "metadata.json"
 FORMAT = 2  # raised when other versions cannot read what is written
 CHUNK_BYTES = 4 << 20  # read, written and hashed at once
 
-MAX_JSON_BYTES = 1 << 28
+MAX_JSON_BYTES = 1 << 28  # more is damage, and must not fill the memory
 
 TENSOR_FILE = re.compile(r"rank-\d+\.bin")
 
@@ -66,7 +66,7 @@ def write_sums(folder: Path, sums: Mapping[str, str]) -> None:
     """Write the SHA-256 of all files, and sync the folder."""
     lines = "".join(f"{digest}  {name}\n" for name, digest in sorted(sums.items()))
     write_durably(folder / SUMS, lines.encode())
-    sync(folder)
+    sync(folder)  # the names of the files: their own fsync leaves these out
 
 
 def read_sums(path: Path) -> dict[str, str]:
@@ -191,6 +191,7 @@ def write_durably(path: Path, data: bytes) -> str:
 def open_file(path: Path, name: str) -> BinaryIO:
     """Open a file of a checkpoint; never one that could block, or has no end."""
     try:
+        # Before it is opened: the open of a pipe waits for a writer.
         if not stat.S_ISREG((path / name).stat().st_mode):
             raise BrokenCheckpoint(path, f"{name} is no regular file")
         return (path / name).open("rb", buffering=0)

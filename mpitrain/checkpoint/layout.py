@@ -97,6 +97,7 @@ def set_aside(checkpoint: Checkpoint, suffix: str) -> Path:
 
 def remove_unfinished(run_dir: Path, log: Callable[[str], object]) -> None:
     """Remove incomplete checkpoints; no other process may write into this run."""
+    # Also what `remove_whole` has renamed, and a kill has left.
     for path in (run_dir / FOLDER).glob(".step-*"):
         shutil.rmtree(path, ignore_errors=True)
         log(f"removed {path}, which was incomplete")
@@ -107,6 +108,7 @@ def remove_old(run_dir: Path, keep: int | None) -> None:
     if keep is None:
         return
     found = list_checkpoints(run_dir)
+    # Newer ones than the verified one may be set aside yet (docs/decisions/0019).
     kept = (best_of(found), _last_verified(found))
     for checkpoint in found[keep:]:
         if checkpoint not in kept:

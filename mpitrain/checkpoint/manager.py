@@ -141,6 +141,7 @@ class CheckpointManager:
         self._num_saved = 0
         self._plan = WritePlan(chunks={})
         self._tensors: dict[str, StoredTensor] = {}
+        # One for all ranks, which write into one folder; no two jobs have the same.
         self._token = ranks.on_rank_zero(lambda: secrets.token_hex(4), "make a token")
         self._current: Write | None = None
         self._next: Write | None = None  # waits for that
@@ -181,6 +182,7 @@ class CheckpointManager:
         # One exchange for both: there may be one each second.
         by_rank = self._ranks.allgather((outline == self._outline, encoded))
         encoded = by_rank[0][1]
+        # Where one rank has other tensors all plan anew: the plan is one of all ranks.
         if not all(is_same for is_same, _ in by_rank):
             self._make_plan(outline)
         if self.refusal:
@@ -203,6 +205,8 @@ class CheckpointManager:
         try:
             writer.copy_to_host((it, held[it]) for it in plan.chunks)
         except (RuntimeError, MemoryError) as error:  # no memory for the copy
+            # Raised by the thread, whose failure all ranks learn of; here this rank
+            # alone would leave the training.
             write.copy_error = error
         self._next = write
         if self._current is None:
@@ -248,6 +252,7 @@ class CheckpointManager:
             nap = min(2 * nap, NAP_SECONDS)
             mine = (*self.local_progress().to_maxima(), writer.num_written)
             *progress, nums = zip(*self._ranks.allgather(mine), strict=True)
+            # Not each time: a disk that takes no bytes any more is a hang.
             if sum(nums) != written:
                 written = sum(nums)
                 heartbeat(doing)
@@ -299,7 +304,7 @@ class CheckpointManager:
         def run() -> None:
             try:
                 action()
-            except Exception as error:
+            except Exception as error:  # of any kind: all ranks wait for its end
                 thread.error = f"{type(error).__name__}: {error}"
                 if isinstance(error, OSError) and error.strerror:
                     where = f": {error.filename}" if error.filename else ""
@@ -307,6 +312,7 @@ class CheckpointManager:
             thread.ended_at = time.monotonic()
             thread.has_ended = True  # last: then the other fields are read
 
+        # A daemon: a disk that does not answer keeps no process from its end.
         threading.Thread(target=run, name="checkpoint", daemon=True).start()
 
     def _write_next(self, began: float) -> None:
@@ -336,10 +342,11 @@ class CheckpointManager:
         if not self._world.is_rank_zero:
             return  # a thread all the same: the ranks' progress is compared
         self._before_rename()
-        with self._commits:
+        with self._commits:  # `abandon` waits for a rename that has begun
             if self._is_abandoned:
                 return
             write.writer.commit(write.tensors, by_rank)
+        # Last: a cut at any moment leaves a complete checkpoint.
         with contextlib.suppress(OSError, DataError):  # the new one is complete
             remove_old(self._run_dir, self._keep)
 

@@ -27,7 +27,9 @@ from mpitrain.mpi.world import World
 from mpitrain.watchdog.process import memory_left
 
 SHARED_MEMORY = Path("/dev/shm")  # a tmpfs on every Linux
-PIECE_BYTES = 64 << 20  # that nodes send to each other at once
+# That nodes send to each other at once: MPI counts in 32 bits, and a restart holds a
+# piece beside the files.
+PIECE_BYTES = 64 << 20
 LEFT_SECONDS = 600.0  # after which a folder without a live rank is of a dead job
 
 
@@ -53,6 +55,8 @@ class MemoryFolder:
                 _remove_if_left(other)
         make_private_folder(self.path)
         (self.path / FOLDER).mkdir(exist_ok=True)
+        # Never closed: the process holds it until its end. Of POSIX's kind, which the
+        # processes that it forks do not have.
         lock = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         with contextlib.suppress(OSError):  # a rank of before is about to end
             fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -73,7 +77,7 @@ class MemoryFolder:
         for checkpoint in list_checkpoints(self.path):
             if checkpoint.path.name not in names:
                 remove_whole(checkpoint.path)
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):  # for `_remove_if_left`: this job lives
             os.utime(self.path / "lock")
 
     def free_bytes(self) -> int:
@@ -101,5 +105,6 @@ def _remove_if_left(folder: Path) -> None:
     lock = folder / "lock"
     with contextlib.suppress(OSError), lock.open("r+b") as file:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        # No rank lives; but `supervise` may be about to start new ones.
         if time.time() - lock.stat().st_mtime > LEFT_SECONDS:
             shutil.rmtree(folder, ignore_errors=True)

@@ -3,7 +3,18 @@
 Each node has what its ranks hold, once. What no other node has, such as shards and the
 states of random numbers, its partner has, too: the next node. So any one node can be
 lost, and the others have all of it. HPC calls this multi-level checkpointing, with
-copies on partners (SCR, VeloC, FTI).
+copies on partners (SCR, VeloC, FTI; docs/decisions/0017).
+
+A write has these steps:
+
+    a thread of each rank             write its chunks            rank-R.bin
+                                      send the size, then the bytes, of what no other
+                                      node has; receive them      rank-S.bin
+                                      write the sums of both      .sums-R
+    all ranks, at a step              exchange how far they are
+    a thread of a node's first rank   write JSON and SHA256SUMS, rename the folder
+    all ranks, at a step              exchange how far they are
+                                      remove the checkpoint before
 """
 
 from __future__ import annotations
@@ -62,8 +73,9 @@ class MemoryManager(CheckpointManager):
         self._places: list[Written] = []
         self._comm = None
         if world.num_nodes > 1 and all(ranks.allgather(has_thread_multiple())):
-            barrier(world_comm())
-            self._comm = world_comm().Dup()  # for the threads
+            barrier(world_comm())  # a wait that can be cancelled; that of Dup cannot
+            # For the threads: the training must receive none of their messages.
+            self._comm = world_comm().Dup()
 
     def close(self) -> None:
         """Free the communicator. Collective over all ranks."""
@@ -134,6 +146,8 @@ class MemoryManager(CheckpointManager):
             self._exchange(write, has_data=failure is None)
         if failure is not None:
             raise failure
+        # To the node's first rank by a file: an exchange of all ranks would hold up the
+        # training, here about each second.
         sums = json.dumps(write.written.sums)
         (write.writer.unfinished / f".sums-{self._world.rank}").write_text(sums)
         self.thread_seconds = seconds
@@ -145,10 +159,12 @@ class MemoryManager(CheckpointManager):
         sent = [*plan.chunks][: plan.num_sent] if has_data else []
         end = max((writer.spans[it][1] for it in sent), default=0)
         mine = writer.copied[:end].numpy()
+        # First the sizes: a rank that has failed sends nothing, which nobody knows.
         sizes = [np.zeros(1, np.int64) for _ in plan.sources]
         self._transfer(plan, np.array([end], np.int64), sizes)
         parts = [np.empty(int(size[0]), np.uint8) for size in sizes]
         self._transfer(plan, mine, parts)
+        # Without data of its own the write has failed: then what came is left out.
         for source, data in zip(plan.sources, parts if has_data else [], strict=False):
             name = f"rank-{source}.bin"
             (writer.unfinished / name).write_bytes(data.data)
@@ -166,12 +182,13 @@ class MemoryManager(CheckpointManager):
             for source, part in zip(plan.sources, parts, strict=True)
             for at in range(0, len(part), PIECE_BYTES)
         ]
+        # Asleep: a wait of MPI takes a core, and the training needs it.
         while not all(request.Test() for request in requests):
             time.sleep(POLL_SECONDS)
 
     def _gather(self, written: Written) -> list[Written]:
         """Return the places alone: they are the same until there is another plan."""
-        if not self._places:
+        if not self._places:  # equal on all ranks, since all make plans together
             self._places = self._ranks.allgather(Written(places=written.places))
         return self._places
 
@@ -188,7 +205,7 @@ class MemoryManager(CheckpointManager):
         for rank in here:
             file = write.writer.unfinished / f".sums-{rank}"
             written.append(replace(by_rank[rank], sums=json.loads(file.read_text())))
-            file.unlink()
+            file.unlink()  # it is no file of a checkpoint
         write.writer.commit(write.tensors, written)
         if self._world.is_rank_zero:
             write_memory_step(write.step)  # the step that counts as progress

@@ -1,4 +1,14 @@
-"""Finds the newest checkpoint in the memory of the nodes, and completes it on each."""
+"""Finds the newest checkpoint in the memory of the nodes, and completes it on each.
+
+    all ranks                check the files of their node, a part each, and exchange
+                             what is whole
+    all ranks                choose, alike, the newest whose files the nodes have
+    first ranks of nodes     send and receive the files that a node needs
+    all ranks                exchange errors; after one the next older is tried
+
+After a restart nodes may be new, or have lost a part: a partner has the first part of a
+file, which its own node has whole.
+"""
 
 from __future__ import annotations
 
@@ -62,6 +72,7 @@ def find_in_memory(
             # Each rank has looked at some of the files of its node.
             copies.append(None if None in of_ranks else of_ranks[0])
         source = next((it for it in copies if it is not None), None)
+        # Of two attempts at one step parts do not fit together.
         if source is None or any(it and it.token != source.token for it in copies):
             continue
         moves = moves_between(copies, source)
@@ -77,7 +88,7 @@ def find_in_memory(
             reason = next(filter(None, errors))
             logger.warning("no checkpoint from memory: %s", reason)
     folder.keep_only([])
-    ranks.allgather(None)
+    ranks.allgather(None)  # before a rank writes new ones into the folder
     return None
 
 
@@ -102,7 +113,7 @@ def _look(checkpoint: Checkpoint, run_id: str, world: World) -> MemoryCopy | Non
             small = (TENSORS, METADATA)
             copy.small_files = {name: (path / name).read_bytes() for name in small}
     except (OSError, DataError, KeyError):
-        return None
+        return None  # as if this node had lost it: the others may have all
     return copy
 
 

@@ -95,6 +95,7 @@ class PreemptionHandler:
         self._deadline: float | None = None
         self._first_left = 0.0
         self._previous: Any = None
+        # Python lets no other thread set handlers.
         if threading.current_thread() is threading.main_thread():
             self._previous = signal.signal(signal.SIGUSR2, self._note)
             if Job.current is not None:  # beside the watchdog's handler
@@ -149,9 +150,11 @@ class PreemptionHandler:
             self._end(signal.SIGUSR2 if self._signal == USR2 else signal.SIGTERM)
 
     def _margin(self) -> float:
+        # A short job shall train, too, although its checkpoints may be slow.
         return min(self.margin(), MAX_MARGIN_FRACTION * self._first_left)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
+        # Only noted: it runs between any two lines, and other ranks know nothing of it.
         del frame
         if self._is_closed:
             self._end(number)
@@ -159,6 +162,7 @@ class PreemptionHandler:
 
     @staticmethod
     def _end(number: int) -> None:
+        # By the signal itself, which the launcher sees as the reason.
         signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)
 

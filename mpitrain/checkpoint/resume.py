@@ -133,6 +133,7 @@ def find_error(
     except (OSError, DataError) as error:
         unread = f"[{world}] {error}"
     gathered = ranks.allgather((mine, unread))
+    # Before what is broken: a file server that is ill must not cost a checkpoint.
     for _, reason in gathered:
         if reason:
             raise DataError(
@@ -155,6 +156,7 @@ def check(
     """
     path = checkpoint.path
     sums = read_sums(path)
+    # Each file once, since all ranks see the same folder.
     for name, digest in sorted(sums.items())[rank::world_size]:
         check_file(path, name, digest)
     if rank:

@@ -124,6 +124,7 @@ class RunCheckpoints:
         self.is_disabled = bool(hosts_without_run_dir)
         if not self.is_disabled:
             self._find_in_memory(world, ranks)
+        # Only now: a start that ends before this resumes as it was told, once more.
         if world.is_rank_zero and not MPI_PROCESS.sub_worlds:
             tell_supervisor(self.run_dir, has_resumed=True)
         if hosts_without_run_dir and world.is_rank_zero:
@@ -283,6 +284,7 @@ class RunCheckpoints:
             ).on_all_ranks()
         there = self.run_dir / FOLDER / name_of(step)
         self._run_from(step)
+        # Rank zero decides for all: a file server may show others a folder late.
         if self._ranks.on_rank_zero(there.is_dir, "look for the checkpoint"):
             return
         stateful, plain = split_objects(objects)
@@ -342,6 +344,8 @@ class RunCheckpoints:
 
     def _margin(self) -> float:
         """Return how many seconds before its end a training should stop."""
+        # One save may be under way and another one wait, before the last one; and what
+        # one rank knows the ranks exchange at one step, and know at the next.
         return FIRST_MARGIN_SECONDS + 3 * self._save_seconds + 2 * self._longest_gap
 
     def close(self) -> None:

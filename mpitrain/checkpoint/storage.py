@@ -42,7 +42,9 @@ from mpitrain.files import sync
 from mpitrain.launch.job import heartbeat
 from mpitrain.torch_compat import local_shard
 
-ALIGNMENT = 64  # each chunk begins at a multiple of so many bytes
+# Each chunk begins at a multiple of so many bytes: torch views bytes as elements only
+# from a multiple of their size.
+ALIGNMENT = 64
 
 DTYPES = {
     str(dtype).removeprefix("torch."): dtype
@@ -219,7 +221,7 @@ def assign_writers(by_rank: Sequence[Mapping[Chunk, int]]) -> list[set[Chunk]]:
     assigned: list[set[Chunk]] = [set() for _ in by_rank]
     for chunk, having in ranks.items():
         writer = min(having, key=num_bytes.__getitem__)
-        num_bytes[writer] += by_rank[writer][chunk] or 1
+        num_bytes[writer] += by_rank[writer][chunk] or 1  # empty ones take turns, too
         assigned[writer].add(chunk)
     return assigned
 
@@ -269,6 +271,7 @@ class TensorWriter:
             for _, data, start, stop in copies:
                 place = self.copied[start:stop].view(data.dtype).view(data.shape)
                 place.copy_(data, non_blocking=True)
+        # One wait for all copies from a GPU, into memory that is pinned for them.
         if any(data.device.type != "cpu" for _, data, *_ in copies):
             torch.accelerator.synchronize()
 
@@ -286,6 +289,7 @@ class TensorWriter:
                 summed.update(data[start : start + num])
                 start += num
                 self.num_written = start
+            # Before `commit`, which says that it is there: by every rank for its file.
             os.fsync(file.fileno())
         places = {it: Place(self._file, at) for it, (at, _) in self.spans.items()}
         return Written(places, {self._file: summed.hexdigest()})
@@ -305,6 +309,8 @@ class TensorWriter:
         sums[TENSORS] = write_durably(self.unfinished / TENSORS, encoded)
         sums[METADATA] = write_durably(self.unfinished / METADATA, self._metadata)
         write_sums(self.unfinished, sums)
+        # All is on the disk: by its name the checkpoint begins to exist. What is cut
+        # before has a dot before its name, and the next start removes it.
         try:
             self.unfinished.rename(self.path)
         except OSError:
@@ -354,6 +360,7 @@ class CheckpointReader:
         for (place, chunk), of_chunk in groupby(parts, key=itemgetter(0, 1)):
             data = _read_chunk(path, self._index[chunk.name].dtype, chunk, place)
             for *_, both, target in of_chunk:
+                # A leaf that requires a gradient takes no copy.
                 target.detach().copy_(chunk.view(data, both))
 
 

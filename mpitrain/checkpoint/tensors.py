@@ -153,6 +153,8 @@ def load_states(
         }
         for key, outline in of_weight.items():
             dtype = outline.dtype
+            # With the strides and shards of its weight. A weight without dimensions has
+            # the shape of a count of steps.
             if outline.shape == weight.shape and key != "step":
                 value = torch.empty_like(weight, dtype=dtype, requires_grad=False)
             else:
@@ -240,6 +242,7 @@ def _optimizer_state(
             elif isinstance(value, Tensor):
                 yield name, key, value
             elif isinstance(value, int | float):
+                # Python's floats keep their bits; torch's default has fewer.
                 dtype = torch.float64 if isinstance(value, float) else None
                 yield name, key + NUMBER, torch.tensor(value, dtype=dtype)
             elif value is not None:
@@ -335,7 +338,7 @@ def load_stage(reader: CheckpointReader, engine: Engine, *, is_own: bool) -> Non
     """
     found, stage = reader.metadata["trainer"], engine.stage
     if (found["stage"], found.get("trainable")) != (stage.name, stage.trainable):
-        return
+        return  # a new stage begins with a new optimizer
     optimizer, prefix = engine.optimizer, engine.part.prefix
     load_ema(reader, optimizer.ema_values, prefix)
     if found["config"]["precision"] == optimizer.config.precision:
@@ -392,6 +395,7 @@ def _random_state(world: World) -> dict[str, Tensor]:
     kind, *state = np.random.get_state(legacy=True)
     assert kind == "MT19937"
     words: Any = state[0]
+    # NaN stands for None: no second number of a pair of normal ones is left.
     found = {
         "torch": torch.get_rng_state(),
         "python": torch.tensor(numbers, dtype=torch.int64),

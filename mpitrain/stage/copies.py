@@ -130,8 +130,8 @@ class NodeCopy:
                 for entry in self.index.entries:
                     self._finish_entry(entry, self._made + entry.path)
                 with _lock(self._above, fcntl.LOCK_EX, 60):
-                    # Before `_use`: the rename takes the locked file along, and a second
-                    # lock of it would be refused.
+                    # Before `_use`: the rename takes the locked file along, and a
+                    # second lock of it would be refused.
                     self._lock_of_made.close()
                     if not self._is_complete():  # else another job was first
                         os.rename(self._made, self._folder)  # noqa: PTH104
