@@ -58,19 +58,19 @@ def name_of(step: int, epoch: int = 0, *, is_validated: bool = False) -> str:
 def list_checkpoints(run_dir: Path) -> list[Checkpoint]:
     """Return the checkpoints of a run, the newest first; they may be broken."""
     folder = run_dir / FOLDER
-    paths = list(folder.iterdir()) if folder.is_dir() else []
-    found = [_checkpoint(path) for path in paths if NAME.fullmatch(path.name)]
-    return sorted(found, reverse=True)
+    paths = folder.iterdir() if folder.is_dir() else ()
+    return sorted((it for path in paths if (it := _checkpoint(path))), reverse=True)
 
 
 def checkpoint_at(path: Path) -> Checkpoint:
     """Return the checkpoint in a folder."""
-    if not NAME.fullmatch(path.name) or not path.is_dir():
+    found = _checkpoint(path)
+    if found is None or not path.is_dir():
         raise DataError(
             f"{path} is no checkpoint; expected a run folder, or a folder such as "
             f"runs/NAME/{FOLDER}/{name_of(120)}"
         )
-    return _checkpoint(path)
+    return found
 
 
 def best_of(checkpoints: list[Checkpoint]) -> Checkpoint | None:
@@ -132,8 +132,8 @@ def remove_whole(path: Path) -> None:
     shutil.rmtree(doomed, ignore_errors=True)
 
 
-def _checkpoint(path: Path) -> Checkpoint:
-    match = NAME.fullmatch(path.name)
-    assert match is not None
+def _checkpoint(path: Path) -> Checkpoint | None:
+    if (match := NAME.fullmatch(path.name)) is None:
+        return None
     step, epoch = int(match[1]), int(match[2] or 0)
     return Checkpoint(step=step, epoch=epoch, is_validated=bool(match[3]), path=path)
