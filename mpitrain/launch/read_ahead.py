@@ -21,26 +21,24 @@ NETWORK_FILE_SYSTEMS = (
 )
 # The others are mostly code for GPUs, of which an import reads little.
 LIBRARIES = ("libc10.so", "libtorch_cpu.so", "libtorch_python.so")
-PART_BYTES = 4 << 20
+PART_BYTES = 4 << 20  # so that threads share a library
 
 
 def read_ahead(on_progress: Callable[[], object]) -> int:
-    """Read most of what ``import torch`` needs into the page cache.
+    """Read most of what ``import torch`` needs into the page cache; return its bytes.
 
-    Returns the number of bytes: 0 where torch is imported, or on no network file
-    system.
+    0 where torch is imported, or on no network file system.
     """
-    num_bytes = 0
     spec = None if "torch" in sys.modules else importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
         return 0
-    folder = Path(spec.origin).parent
-    with suppress(OSError), ThreadPoolExecutor(16) as readers:
-        if file_system(folder).startswith(NETWORK_FILE_SYSTEMS):
-            parts = [(path, 0) for path in folder.rglob("*.py")]
-            for path in (folder / "lib" / name for name in LIBRARIES):
-                offsets = range(0, path.stat().st_size, PART_BYTES)
-                parts += [(path, offset) for offset in offsets]
+    folder, num_bytes = Path(spec.origin).parent, 0
+    if file_system(folder).startswith(NETWORK_FILE_SYSTEMS):
+        parts = [(path, 0) for path in folder.rglob("*.py")]
+        for path in (folder / "lib" / name for name in LIBRARIES):
+            parts += [(path, at) for at in range(0, path.stat().st_size, PART_BYTES)]
+        # Many more than cores: they wait for the server.
+        with ThreadPoolExecutor(16) as readers:
             for size in readers.map(_read, *zip(*parts, strict=True)):
                 num_bytes += size
                 on_progress()
@@ -58,7 +56,9 @@ def file_system(path: Path) -> str:
 def _read(path: Path, offset: int) -> int:
     with suppress(OSError):
         if path.suffix == ".py":
-            path.stat()  # the import compares its time
+            # The import compares its time and size with those in the .pyc, and reads
+            # this alone.
+            path.stat()
             path = Path(importlib.util.cache_from_source(path))
         with path.open("rb", buffering=0) as file:
             file.seek(offset)
