@@ -214,6 +214,7 @@ class Checkpointer(RunCheckpoints, Callback):
             ).on_all_ranks()
         if not is_own:
             check_same_steps(self.reader, config)
+        # The callbacks of another run count what is not in this one's record.
         restore_trainer(self.reader, trainer, others if is_own else ())
         state = trainer.state
         if not is_own and engine.plan.is_done(state):

@@ -108,6 +108,7 @@ class MemoryLevel:
 
         Collective over all ranks.
         """
+        # Its threads send to partners, by the communicator that `close` frees.
         while self._manager.finish("writing a checkpoint to memory") is not None:
             pass
         self._manager.close()
@@ -139,6 +140,7 @@ class MemoryLevel:
         num_faults = self._supervision.num_restarts
         self._clock.seconds = best_interval(cost, seconds, num_faults)
         self._clock.is_due = False
+        # From the copy on, not from the end of the write: that is what work is lost by.
         self._clock.restart(since=self._saved_at)
         logger.info(
             "checkpoint of step %d in memory: %.4f s to copy, %.4f s in all, the next "

@@ -100,6 +100,7 @@ def activate(move: Relocation, environ: MutableMapping[str, str]) -> None:
         lists += [path] if isinstance(path, list) else []
     for paths in {id(it): it for it in lists}.values():  # a module may have two names
         paths[:] = map(move, paths)
+    # What Python has noted of the old paths: finders, and what multiprocessing starts.
     sys.path_importer_cache.clear()
     importlib.invalidate_caches()
     if "multiprocessing.spawn" in sys.modules:

@@ -149,7 +149,7 @@ def stage(job: Job, config: StageConfig, target: Target) -> Target:
         barrier(on_node)
         in_process, in_words = on_node.bcast(folders)
         for folder in {*in_process.values()}:
-            hold(folder)
+            hold(folder)  # each process: that which has copied may end first
         barrier(comm)
         in_words = comm.bcast(in_words)
     activate(Relocation(in_process), os.environ)
@@ -203,6 +203,7 @@ def _copy(
     barrier(leaders)
     *found, error = leaders.bcast(Compressed((roots, entries, error))).value
     index = Index(*found)
+    # A copy under a path that this node's Python does not have would not be used.
     if rewrites and index.roots and sys.prefix not in index.roots:
         error = error or f"its Python is that of {sys.prefix}"
     copy = NodeCopy(index, to, error, rewrites=rewrites)
@@ -215,6 +216,7 @@ def _copy(
         read = source.read if leaders.rank == 0 else None
         send_through(leaders, chain, index.sizes, read, copy.write, beat)
     barrier(leaders)
+    # An error of rank zero is one of all copies: what it sent after that is no file.
     copy.finish(*leaders.bcast((source.error, copy.crc)))
     return copy
 
