@@ -68,9 +68,9 @@ def main(argv: Sequence[str]) -> int:
 def train(argv: Sequence[str]) -> int:
     """Train a model on all ranks that mpirun started; the default command."""
     _answer(argv, lambda: read_config(argv))
-    from mpitrain.tools.command import TrainCommand, run_command
+    from mpitrain.tools.command import train_command
 
-    return run_command(TrainCommand(lambda: read_config(argv)), start_timeout(argv))
+    return train_command(lambda: read_config(argv), start_timeout(argv))
 
 
 def sweep(argv: Sequence[str]) -> int:
@@ -86,10 +86,9 @@ def sweep(argv: Sequence[str]) -> int:
         print(best_command(words[1:]), flush=True)
         return 0
     _answer(words, lambda: read_sweep(words))
-    from mpitrain.tools.command import SweepCommand, run_command
+    from mpitrain.tools.command import sweep_command
 
-    command = SweepCommand(words, flags)
-    return run_command(command, start_timeout(flags))
+    return sweep_command(words, flags, start_timeout(flags))
 
 
 def serve(argv: Sequence[str]) -> NoReturn:

@@ -13,10 +13,8 @@ import faulthandler
 import gc
 import logging
 import socket
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from mpitrain.checkpoint.preemption import PreemptionHandler
 from mpitrain.config import TrainConfig
@@ -35,65 +33,42 @@ if TYPE_CHECKING:
 Prepared = TypeVar("Prepared", bound=PreparedRun)
 
 
-class Command(ABC, Generic[Prepared]):
-    """A command of all ranks, for `run_command`."""
+def train_command(read: Callable[[], TrainConfig], start_timeout_seconds: float) -> int:
+    """Train a model on all ranks; ``read`` reads the flags."""
 
-    @abstractmethod
-    def prepare(self) -> Prepared:
-        """Read the flags and open the folder; on rank zero, before long imports."""
-
-    @abstractmethod
-    def run(self, world: World, prepared: Prepared, handler: PreemptionHandler) -> int:
-        """Do it, and return the exit status. Collective over all ranks."""
-
-
-@dataclass(frozen=True)
-class TrainCommand(Command[PreparedRun]):
-    """Trains a model on all ranks; ``read`` reads the flags."""
-
-    read: Callable[[], TrainConfig]
-
-    def prepare(self) -> PreparedRun:
-        """Open the run folder."""
-        return prepare(self.read())
-
-    def run(
-        self, world: World, prepared: PreparedRun, handler: PreemptionHandler
-    ) -> int:
-        """Train."""
+    def run(world: World, prepared: PreparedRun, handler: PreemptionHandler) -> int:
         start_seconds = age_seconds()
         from mpitrain.tools.train.run import run_training
 
         return run_training(world, prepared, handler, start_seconds)
 
+    return _run(lambda: prepare(read()), run, start_timeout_seconds)
 
-@dataclass(frozen=True)
-class SweepCommand(Command["PreparedSweep"]):
-    """Searches hyperparameters: ``words`` are its flags, ``flags`` each training's."""
 
-    words: Sequence[str]
-    flags: Sequence[str]
+def sweep_command(
+    words: Sequence[str], flags: Sequence[str], start_timeout_seconds: float
+) -> int:
+    """Search hyperparameters: ``words`` are its flags, ``flags`` each training's."""
 
-    def prepare(self) -> PreparedSweep:
-        """Open the folder of the sweep."""
+    def prepare_sweep() -> PreparedSweep:
         from mpitrain.tools.sweep import config
 
-        return config.prepare(config.read_sweep(self.words), self.flags)
+        return config.prepare(config.read_sweep(words), flags)
 
-    def run(
-        self, world: World, prepared: PreparedSweep, handler: PreemptionHandler
-    ) -> int:
-        """Train what the server sends."""
+    def run(world: World, prepared: PreparedSweep, handler: PreemptionHandler) -> int:
         from mpitrain.tools.sweep.worker import run_sweep
 
         return run_sweep(world, prepared, handler)
 
+    return _run(prepare_sweep, run, start_timeout_seconds)
 
-def run_command(command: Command[Prepared], start_timeout_seconds: float) -> int:
-    """Start all ranks, open the folder that rank zero has prepared, and run.
 
-    Returns the exit status. Collective over all ranks.
-    """
+def _run(
+    prepare: Callable[[], Prepared],
+    run: Callable[[World, Prepared, PreemptionHandler], int],
+    start_timeout_seconds: float,
+) -> int:
+    """Start all ranks, prepare on rank zero, and run; return the exit status."""
     # Garbage collection takes a fifth of the time of the imports.
     gc.disable()
     job = start_job(start_timeout_seconds=start_timeout_seconds, may_spawn=False)
@@ -101,7 +76,7 @@ def run_command(command: Command[Prepared], start_timeout_seconds: float) -> int
         comm = job.comm
         with job.start_step("prepare the run"):
             job.is_preparing = True  # it may import a module of the user's
-            prepared = on_rank_zero(comm, command.prepare, "prepare the run")
+            prepared = on_rank_zero(comm, prepare, "prepare the run")
             job.is_preparing = False
         config, run_dir, is_zero = prepared.config, prepared.run_dir, comm.rank == 0
         if prepared.done:
@@ -134,4 +109,4 @@ def run_command(command: Command[Prepared], start_timeout_seconds: float) -> int
 
             gc.freeze()
             gc.enable()
-            return command.run(world, prepared, handler)
+            return run(world, prepared, handler)
