@@ -57,7 +57,7 @@ class Costs(Callback):
         if MPI_PROCESS.sub_worlds:
             return
         self._meter, self._has_counters = open_meter(self._world), True
-        self._jobs: list[dict[str, Any]] = []  # the last one is this; on rank zero
+        self._facts: dict[str, Any] = {}  # of this job, as far as all ranks know them
         self._seconds = self._gather_at = 0.0  # of steps: equal on all ranks
         self._ended, self._thread = threading.Event(), None
         if self._world.is_rank_zero or self._meter.has_counters:
@@ -65,33 +65,32 @@ class Costs(Callback):
             self._thread.start()
 
     def _run(self) -> None:
-        ended, began = self._ended, time.monotonic()
+        # A second `fit` sets new ones, while this thread may wait for a scheduler.
+        ended, meter, facts = self._ended, self._meter, self._facts
+        began = time.monotonic()
+        before: list[dict[str, Any]] = []
+        job: dict[str, Any] = {}
         if self._world.is_rank_zero:
             job = describe_job(self._world, self._path)
-            if self._meter.missing:
-                job["energy_missing"] = self._meter.missing
-            self._jobs = [*jobs_in(self._path), job]
-        while not ended.is_set():
-            self._update()
+            if meter.missing:
+                job["energy_missing"] = meter.missing
+            before = jobs_in(self._path)
+        is_last = False
+        while not is_last:
+            is_last = ended.is_set()
+            meter.update()
+            if job:
+                # A copy: the training's thread adds to the facts.
+                now = {**job, **facts, "ended": time.time()}
+                with contextlib.suppress(OSError):  # a full disk, say
+                    write_json(self._path, {"jobs": [*before, now]})
             ended.wait(_interval(time.monotonic() - began))
-        self._update()
-
-    def _update(self) -> None:
-        self._meter.update()
-        if self._jobs:
-            self._add(ended=time.time())
-            with contextlib.suppress(OSError):  # a full disk, say
-                write_json(self._path, {"jobs": self._jobs})
-
-    def _add(self, **facts: Any) -> None:
-        if self._jobs:  # not in place: the other thread may be writing it
-            self._jobs[-1] = {**self._jobs[-1], **facts}
 
     def on_throughput(self, trainer: Trainer, throughput: Throughput) -> None:
         """Gather what the ranks have counted, if it is time to."""
         if not self._ended.is_set():
             if throughput.gpu_bytes:
-                self._add(peak_gpu_bytes=throughput.gpu_bytes)
+                self._facts["peak_gpu_bytes"] = throughput.gpu_bytes
             self._seconds += throughput.seconds
             if self._seconds >= self._gather_at:
                 self._gather_at = self._seconds + _interval(self._seconds)
@@ -103,7 +102,7 @@ class Costs(Callback):
             ranks = trainer.engine.ranks.allgather(self._meter.counted())
             self._has_counters = any(ranks)  # the same on all ranks
             if self._has_counters:
-                self._add(ranks=ranks)
+                self._facts["ranks"] = ranks
 
     def on_fit_end(self, trainer: Trainer, *_: Any, **__: Any) -> None:
         """Gather and write a last time."""

@@ -13,12 +13,15 @@ import json
 import time
 from datetime import datetime
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from run_folders import Part, make_run
 
 from mpitrain.launch.env_checks import STATUS_FILE
 from mpitrain.mpi.world import Node, World
+from mpitrain.record import cost
 from mpitrain.record.cost import FILE, cost_of, describe_job, end_job
 from mpitrain.record.energy import EnergyMeter
 from mpitrain.schedulers import read_job
@@ -212,6 +215,26 @@ def test_without_an_answer_a_job_counts_from_the_start_of_its_launcher(
     assert time.time() - 3600 < job["began"] < time.time()
     assert job["cores"] == 8
     assert "queue_seconds" not in job
+
+
+def test_what_ranks_have_counted_counts_where_the_scheduler_answers_late(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rapl(tmp_path / "sys", "0", "package-0", 0)
+    world = world_of("node1")
+
+    def late(*arguments: Any) -> dict[str, Any]:
+        time.sleep(0.3)
+        return describe_job(*arguments)
+
+    monkeypatch.setattr(cost, "open_meter", lambda _: EnergyMeter(tmp_path / "sys"))
+    monkeypatch.setattr(cost, "describe_job", late)
+    ranks = SimpleNamespace(allgather=lambda mine: [mine])
+    trainer: Any = SimpleNamespace(engine=SimpleNamespace(world=world, ranks=ranks))
+    costs = cost.Costs(tmp_path)
+    costs.on_fit_start(trainer)
+    costs.on_fit_end(trainer)
+    assert cost_of(tmp_path)["energy_joules"] == 0.0
 
 
 def test_supervise_ends_the_job_that_it_has_started_and_no_earlier_one(
