@@ -16,8 +16,7 @@ from mpitrain.files import read_json
 from mpitrain.mpi.world import rank_label
 from mpitrain.record.background import BackgroundWriter
 
-TAIL_BYTES = 1 << 16  # of a record, in which its last epoch is, or was not written
-COUNTED = {"step": "steps", "epoch": "epochs"}  # events, and their names in a result
+TAIL_BYTES = 1 << 16  # of a record, in which its last step is
 MAX_WAITING = 100_000  # lines that may wait for the disk
 FLUSH_SECONDS = 3.0  # how long the end waits for a disk to take the last lines of a log
 
@@ -128,6 +127,8 @@ def progress_of(path: Path) -> dict[str, int]:
         for line in file:
             with contextlib.suppress(ValueError, KeyError, TypeError):  # of a cut line
                 row = json.loads(line)
-                if row["event"] in COUNTED:
-                    found[COUNTED[row["event"]]] = int(row[row["event"]])
+                if row["event"] in ("step", "epoch"):
+                    found["steps"] = int(row["step"])
+                    # The line of the last epoch may be far before these.
+                    found["epochs"] = int(row["epoch"]) - (row["event"] == "step")
     return found

@@ -121,11 +121,15 @@ def test_losses_since_the_last_validation_are_read_back(tmp_path: Path) -> None:
 
 def test_a_run_that_failed_tells_how_far_it_came(tmp_path: Path) -> None:
     (tmp_path / "result.json").write_text('{"status": "running", "steps": 0}')
-    row = '{"event": "step", "step": %d, "train_loss": 0.123456789012345}\n'
-    text = "".join(row % step for step in range(1, 3000))
-    text += '{"event": "epoch", "epoch": 2, "step": 2999}\n' + row % 3000
+    row = '{"event": "step", "epoch": %d, "step": %d, "train_loss": 0.12345678901234}\n'
+    text = "".join(row % (2, step) for step in range(1, 3000))
+    text += '{"event": "epoch", "epoch": 2, "step": 2999}\n' + row % (3, 3000)
     (tmp_path / "metrics.jsonl").write_text(text + '{"event": "step", "st')
     record_failure(tmp_path, "ArithmeticError: mine")
     found = read_result(tmp_path)
     assert (found["status"], found["steps"], found["epochs"]) == ("failed", 3000, 2)
+    # The line of the last epoch is a thousand steps ago.
+    more = "".join(row % (3, step) for step in range(3001, 4000))
+    (tmp_path / "metrics.jsonl").write_text(text + more)
+    assert progress_of(tmp_path / "metrics.jsonl") == {"steps": 3999, "epochs": 2}
     assert progress_of(tmp_path / "none.jsonl") == {}
