@@ -116,20 +116,14 @@ class Recorder(Callback):
             return
         if self._start_seconds is None:
             self._start_seconds = seconds_since_start()
-        path, job = self.run_dir.resolve(), Job.current
-        if not self.is_open and not (job and path in job.run_dirs):
-            exists: Exists = "resume" if self._before or self._result else "refuse"
-            open_run(path.parent, path.name, exists=exists)
+        self._open_folder("resume" if self._before or self._result else "refuse")
         self.is_open = True
         write_json(self.run_dir / "inputs.json", trainer.task.inputs)
         self._open(keep_bytes=self._before.get("metrics_bytes", 0))
         self._result = {
             "status": "running",
             "best_by": trainer.best_by,
-            "world_size": world.world_size,
-            "num_nodes": world.num_nodes,
-            "backend": world.backend,
-            "start_seconds": self._start_seconds,
+            **_of_job(world, self._start_seconds),
             "train_seconds": 0.0,
             "epochs": 0,
             "steps": 0,
@@ -137,14 +131,7 @@ class Recorder(Callback):
             "skipped_steps": 0,
             **self._before.get("values", {}),
         }
-        # Again at the end only: a rank that fails writes into it, too (`fail`), and
-        # must not be overwritten.
-        write_json(self.run_dir / "result.json", self._result)
-        self._write(
-            "begin",
-            world_size=world.world_size,
-            num_nodes=world.num_nodes,
-            start_seconds=self._start_seconds,
+        self._begin(
             total_steps=plan.total_steps,
             num_epochs=plan.num_epochs,
             steps_per_epoch=plan.steps_per_epoch,
@@ -254,16 +241,13 @@ class Recorder(Callback):
             return
         self._result["train_seconds"] += time.monotonic() - self._began
         if stopped:
-            self._result["stopped"] = (
-                f"stopped at step {self._result['steps']}: {stopped}"
-            )
+            stopped = f"stopped at step {self._result['steps']}: {stopped}"
+            self._result["stopped"] = stopped
         self._end("stopped" if stopped else "finished")
-        say(f"{self._result.get('stopped') or finished_line(self._result)}")
+        say(stopped or finished_line(self._result))
 
     def _start_loop(self, world: World, step: int, names: Iterable[str]) -> None:
-        path, job = self.run_dir.resolve(), Job.current
-        if not self.is_open and not (job and path in job.run_dirs):
-            open_run(path.parent, path.name, exists="refuse")
+        self._open_folder("refuse")
         record = self.run_dir / "metrics.jsonl"
         is_validation = all(it.startswith("val_") for it in names)
         last = step if is_validation else step - 1
@@ -271,29 +255,17 @@ class Recorder(Callback):
             record, step, is_validation=is_validation
         )
         self._open(keep_bytes=kept)
-        start_seconds = age_seconds()
         before = read_result(self.run_dir)
         self._result = {
             "train_seconds": 0.0,
             **{k: v for k, v in before.items() if k not in ("stopped", "error")},
             "status": "running",
             "epochs": num_validations,
-            "world_size": world.world_size,
-            "num_nodes": world.num_nodes,
-            "backend": world.backend,
-            "start_seconds": start_seconds,
+            **_of_job(world, age_seconds()),
             "steps": last,
         }
         self._began = self._validated_at = time.monotonic()
-        write_json(self.run_dir / "result.json", self._result)
-        sizes = {"world_size": world.world_size, "num_nodes": world.num_nodes}
-        self._write(
-            "begin",
-            **sizes,
-            start_seconds=start_seconds,
-            total_steps=None,
-            num_epochs=None,
-        )
+        self._begin(total_steps=None, num_epochs=None)
         if kept:
             self._write("resume", step=last, world_size=world.world_size)
 
@@ -392,8 +364,12 @@ class Recorder(Callback):
     def on_predict_end(self, trainer: Trainer, data: Any, num_samples: int) -> None:
         """Write how many samples of which class of data set were predicted."""
         if self._result:
-            facts = {"data": type(data).__name__, "predicted_samples": num_samples}
-            self._write_late("predict", step=trainer.state.step, **facts)
+            self._write_late(
+                "predict",
+                step=trainer.state.step,
+                data=type(data).__name__,
+                predicted_samples=num_samples,
+            )
 
     def _write_late(self, event: str, **values: object) -> None:
         """Write a line, also after the end of the training."""
@@ -403,6 +379,18 @@ class Recorder(Callback):
         self._write(event, **values)
         if status != "running":
             self._end(status)
+
+    def _open_folder(self, exists: Exists) -> None:
+        path, job = self.run_dir.resolve(), Job.current
+        if not self.is_open and not (job and path in job.run_dirs):
+            open_run(path.parent, path.name, exists=exists)
+
+    def _begin(self, **plan: object) -> None:
+        # Again at the end only: a rank that fails writes into it, too
+        # (`record_failure`), and must not be overwritten.
+        write_json(self.run_dir / "result.json", self._result)
+        names = ("world_size", "num_nodes", "start_seconds")
+        self._write("begin", **{it: self._result[it] for it in names}, **plan)
 
     def _open(self, keep_bytes: int | None) -> None:
         path = self.run_dir / "metrics.jsonl"
@@ -437,6 +425,12 @@ def line_of(event: Line) -> str:
         if groups:
             event["lr_groups"] = [it if math.isfinite(it) else None for it in groups]
     return _ENCODE(finite(event))
+
+
+def _of_job(world: World, start_seconds: float) -> dict[str, object]:
+    names = ("world_size", "num_nodes", "backend")
+    found = {name: getattr(world, name) for name in names}
+    return {**found, "start_seconds": start_seconds}
 
 
 def _prefixed(prefix: str, values: Mapping[str, float]) -> dict[str, float]:
