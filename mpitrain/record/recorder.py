@@ -37,7 +37,7 @@ _ENCODE = json.JSONEncoder(allow_nan=False).encode
 # Fields of `result.json` that a resumed job does not take over.
 _OF_THE_JOB = (
     *("status", "best_by", "world_size", "num_nodes", "backend", "start_seconds"),
-    "cost",
+    *("cost", "stopped", "early_stopping"),
 )
 
 _NOT_WRITTEN = ("values", "train_losses", "steps_seconds", "is_end")

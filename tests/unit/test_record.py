@@ -176,8 +176,13 @@ def test_a_test_and_a_second_fit_after_the_end_are_recorded(tmp_path: Path) -> N
     result = json.loads((tmp_path / "result.json").read_text())
     assert (result["status"], result["test_loss"]) == ("stopped", 0.25)
     assert result["skipped_samples"] == 1
+    assert result["stopped"] == "stopped at step 0: because"
     record.on_fit_start(trainer)
-    record.on_stop(trainer, "because")
+    trainer.callbacks = [record]
+    record.on_fit_end(trainer)
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert result["status"] == "finished"
+    assert "stopped" not in result
     assert events_of(tmp_path) == ["begin", "test", "begin"]
 
 
