@@ -12,6 +12,7 @@ from typing import Any
 
 from mpitrain.errors import UsageError
 from mpitrain.mpi.shared_arrays import Communicator
+from mpitrain.record.reading import number
 
 OF_STEP = ("lr", "gradient_norm")  # values that are no losses
 
@@ -59,8 +60,8 @@ def before_step(
             num_bytes += len(line)
             if of_epoch:
                 num_validations, losses = num_validations + 1, array("d")
-            elif row.get("event") == "step" and row.get("train_loss") is not None:
-                losses.append(row["train_loss"])
+            elif row.get("event") == "step" and "train_loss" in row:
+                losses.append(number(row["train_loss"]))
     return num_bytes, num_validations, losses
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -117,6 +118,9 @@ def test_losses_since_the_last_validation_are_read_back(tmp_path: Path) -> None:
     with file.open("a") as more:
         more.write('{"event": "epoch", "step": 4}\n')
     assert before_step(file, 4, is_validation=True) == (size, num, losses)
+    # One that is not finite counts, as without a resume: their mean is not, either.
+    file.write_text('{"event": "step", "step": 1, "train_loss": null}\n')
+    assert math.isnan(*before_step(file, 2)[2])
 
 
 def test_a_run_that_failed_tells_how_far_it_came(tmp_path: Path) -> None:
