@@ -13,6 +13,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from mpitrain.files import read_json, write_json
 from mpitrain.launch.env_checks import STATUS_FILE, beside_status
@@ -34,15 +35,8 @@ class OpenedRun:
 
 def opened_run(environ: Mapping[str, str], *, before: bool = False) -> OpenedRun | None:
     """Return the run folder that this start, or one before, has opened last."""
-    file = beside_status(environ, "before" if before else "run")
-    found = read_json(file) if file else {}
-    if "run_dir" not in found:
-        return None
-    return OpenedRun(
-        run_dir=Path(found["run_dir"]),
-        result_time=found["result_time"],
-        has_resumed=found.get("has_resumed", False),
-    )
+    found = _read(environ, "before" if before else "run")
+    return OpenedRun(**found | {"run_dir": Path(found["run_dir"])}) if found else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,9 +50,13 @@ class Supervision:
 
 def supervision(environ: Mapping[str, str]) -> Supervision | None:
     """Return the `supervise` of this process, if it restarts; on rank zero."""
-    file = beside_status(environ, "restarts")
-    found = read_json(file) if file else {}
+    found = _read(environ, "restarts")
     return Supervision(**found) if found else None
+
+
+def _read(environ: Mapping[str, str], name: str) -> dict[str, Any]:
+    file = beside_status(environ, name)
+    return read_json(file) if file else {}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,14 +89,10 @@ def tell_supervisor(run_dir: Path, *, has_resumed: bool = False) -> None:
     if (file := beside_status(os.environ, "run")) is None:
         return
     run_dir = run_dir.resolve()
-    result_time = changed_at(run_dir / "result.json")
+    time = changed_at(run_dir / "result.json")
+    opened = OpenedRun(run_dir=run_dir, result_time=time, has_resumed=has_resumed)
     with contextlib.suppress(OSError):
-        values = {
-            "run_dir": str(run_dir),
-            "result_time": result_time,
-            "has_resumed": has_resumed,
-        }
-        write_json(file, values)
+        write_json(file, vars(opened) | {"run_dir": str(run_dir)})
 
 
 def write_memory_step(step: int) -> None:
@@ -120,10 +114,9 @@ def begin_start(
     environ: Mapping[str, str], supervision: Supervision | None = None
 ) -> None:
     """Take what was opened as that of a start before; in `supervise`."""
-    Path(environ[STATUS_FILE]).unlink(missing_ok=True)
-    run, before, restarts = (
-        Path(f"{environ[STATUS_FILE]}.{it}") for it in ("run", "before", "restarts")
-    )
+    status = environ[STATUS_FILE]
+    Path(status).unlink(missing_ok=True)
+    restarts = Path(f"{status}.restarts")
     if supervision is not None:
         try:
             write_json(restarts, vars(supervision))
@@ -133,4 +126,4 @@ def begin_start(
             # That of the start before differs in the time and the count of restarts.
             logger.warning("supervise: %s is not renewed: %s", restarts, error)
     with contextlib.suppress(FileNotFoundError):
-        os.replace(run, before)
+        os.replace(f"{status}.run", f"{status}.before")
