@@ -63,15 +63,15 @@ def open_run(runs_dir: Path, name: str | None, *, exists: Exists) -> RunFolder:
         is_same = exists == "new name" or (name or run_dir.name) == run_dir.name
         if is_same and run_dir.parent == runs_dir.resolve():
             # `supervise` has started this training again.
-            base, exists = run_dir.name, "resume"
-            name = base
+            name = base = run_dir.name
+            exists = "resume"
     may_rename = name is None or exists == "new name"
     path = runs_dir / base
     try:
+        runs_dir.mkdir(parents=True, exist_ok=True)
         for attempt in itertools.count(1):
             suffix = f"-{attempt}" if attempt > 1 else ""
             path = (runs_dir / (base + suffix)).absolute()
-            runs_dir.mkdir(parents=True, exist_ok=True)
             with contextlib.suppress(FileExistsError):
                 path.mkdir()
                 break
