@@ -9,7 +9,6 @@ for how long.
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
 from array import array
@@ -107,7 +106,7 @@ class RankTimes(Callback):
                 return
             trainer.timer.synchronize()
             self._write_rest()
-        self._close()
+        self._lines.close(CLOSE_SECONDS)
 
     on_stop = on_fit_end
 
@@ -124,13 +123,9 @@ class RankTimes(Callback):
                     "seconds": round(time.perf_counter() - since, 3),
                 }
             )
-        self._close()
+        self._lines.close(CLOSE_SECONDS)
 
     on_exception = cut
-
-    def _close(self) -> None:
-        with contextlib.suppress(OSError):
-            self._lines.close(CLOSE_SECONDS)
 
     def _write_rest(self) -> tuple[int, float]:
         self._is_closed = True
