@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -86,10 +86,10 @@ def slowest_rank(throughputs: Iterable[Throughput]) -> tuple[int, int, float]:
 
     -1, in no step, where that is not known.
     """
-    num_steps, late_seconds = Counter[int](), Counter[int]()
+    num_steps, late_seconds = Counter[int](), defaultdict[int, float](float)
     for it in throughputs:
         if it.slowest_rank >= 0:
             num_steps[it.slowest_rank] += it.slowest_steps
-            late_seconds[it.slowest_rank] += it.late_seconds  # type: ignore[assignment]
+            late_seconds[it.slowest_rank] += it.late_seconds
     rank, num = num_steps.most_common(1)[0] if num_steps else (-1, 0)
     return rank, num, late_seconds[rank]

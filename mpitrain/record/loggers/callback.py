@@ -82,8 +82,8 @@ class Loggers(Callback):
         )
         show = say if world.is_rank_zero else logger.info
         self._processes = make_processes(self._config, info, show)
-        takes_images = bool({*self._config.log} - FILE_LOGGERS)
-        self._takes_images = world.is_rank_zero and takes_images
+        has_image_loggers = not FILE_LOGGERS.issuperset(self._config.log)
+        self._takes_images = world.is_rank_zero and has_image_loggers
         self._wants_images = self._takes_images
         for process in self._processes:
             process.start()
