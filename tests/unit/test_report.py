@@ -22,9 +22,9 @@ from mpitrain.tools.report.analysis import (
     find_straggler,
     goodput,
     jobs_of,
-    phase_totals,
     restart_costs,
     seconds_by_category,
+    timeline,
 )
 from mpitrain.tools.report.curves import bins
 from mpitrain.tools.report.figures import CURVE, HANG, PHASE_COLOURS, THEME
@@ -74,7 +74,7 @@ def test_the_phases_of_a_rank_add_up_to_its_time(chain: Path) -> None:
     for job in jobs_of(Run(chain)):
         for part in job.ranks.values():
             wall = part.ended - (part.time - part.start_seconds)
-            seconds = phase_totals(part)
+            seconds = timeline(part)[1][-1]
             assert seconds.sum() == pytest.approx(wall, abs=1e-6)
             assert seconds[0] == pytest.approx(START_SECONDS + LOAD_SECONDS, abs=0.01)
             assert (seconds > -0.01).all()  # what rounding leaves
@@ -258,7 +258,7 @@ def test_what_a_rank_did_between_two_times_adds_up(chain: Path) -> None:
         times = np.linspace(job.began, job.ended, num + 1)
         found = phase_shares(part, times) * np.diff(times)[:, None]
         assert found.sum() == pytest.approx(job.seconds, abs=1e-3)
-        assert found.sum(0) == pytest.approx(phase_totals(part), abs=0.02)
+        assert found.sum(0) == pytest.approx(timeline(part)[1][-1], abs=0.02)
     last = phase_shares(part, np.array([job.ended - 8.0, job.ended]))[0]
     assert last[1 + FORWARD] == pytest.approx(1.0, abs=1e-3)
 

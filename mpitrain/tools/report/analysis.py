@@ -202,21 +202,13 @@ def timeline(part: RankJob) -> tuple[Floats, Floats]:
     return np.maximum.accumulate(times), np.concatenate(rows).cumsum(0)
 
 
-def phase_totals(part: RankJob) -> Floats:
-    """Return the seconds that a rank spent in each of `ALL_PHASES`: `(phases,)`."""
-    seconds: Floats = timeline(part)[1][-1]
-    return seconds
-
-
 def seconds_by_category(
     jobs: Sequence[JobTimes], throughputs: Sequence[TimedThroughput]
 ) -> dict[str, float]:
     """Return the seconds of jobs in each of `CATEGORIES`, mean over ranks."""
     total = dict.fromkeys(CATEGORIES, 0.0)
     for job in jobs:
-        if not job.ranks:
-            continue
-        of_ranks = np.array([phase_totals(part) for part in job.ranks.values()])
+        of_ranks = np.array([timeline(part)[1][-1] for part in job.ranks.values()])
         means = dict(zip(ALL_PHASES, of_ranks.mean(0).tolist(), strict=True))
         both = means.pop("communication")
         cuts = [cut for cut in job.cuts().values() if cut.phase == COMMUNICATION]

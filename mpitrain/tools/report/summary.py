@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from functools import partial
 
 from mpitrain.mpi.world import format_ranges
 from mpitrain.record.reading import Run, TimedThroughput, sums
@@ -61,7 +62,7 @@ def summary(run: Run, jobs: Sequence[JobTimes]) -> dict[str, str]:
     has_best = knows_best(names, best_by)
     if not has_best and values:  # which is better is not known
         value = values[-1]
-    is_share = best.endswith("accuracy")
+    show = partial(percent, digits=2) if best.endswith("accuracy") else number
     losses = [it.loss for it in steps[-1:]]
     losses += [epoch.values.get("loss", epoch.train_loss) for epoch in epochs]
     has_losses = not epochs or any("loss" in epoch.values for epoch in epochs)
@@ -70,15 +71,13 @@ def summary(run: Run, jobs: Sequence[JobTimes]) -> dict[str, str]:
     total = metrics.began[-1].total_steps if metrics.began else None
     num_jobs = max(len(jobs), len(metrics.began), len(metrics.resumed) + 1)
     seconds = sum(job.seconds for job in jobs)
-    total_of, test = sums(metrics.throughputs), metrics.test.get(best, math.nan)
+    total_of = sums(metrics.throughputs)
     num_samples, step_seconds = total_of.num_samples, total_of.seconds
     size, nodes = run.result.get("world_size"), run.result.get("num_nodes")
     return {
-        f"{'best' if has_best else 'last'} validation {best}": percent(value, 2)
-        if is_share
-        else number(value),
+        f"{'best' if has_best else 'last'} validation {best}": show(value),
         f"last {kind} loss": number((losses or [math.nan])[-1]),
-        f"test {best}": percent(test, 2) if is_share else number(test),
+        f"test {best}": show(metrics.test.get(best, math.nan)),
         "steps": f"{done:,}" + (f" / {total:,}" if total and done < total else ""),
         f"in {num_jobs} job{'s' * (num_jobs > 1)}": duration(seconds),
         "samples/s": f"{num_samples / step_seconds:,.0f}" if step_seconds else "",
@@ -116,9 +115,8 @@ def tables(run: Run, jobs: Sequence[JobTimes]) -> list[Section]:
             stage[0].stage,
             f"{stage[0].epoch} to {stage[-1].epoch}",
             f"{stage[-1].step:,}",
-            *map(
-                number, (stage[-1].train_loss, stage[-1].values.get("loss", math.nan))
-            ),
+            number(stage[-1].train_loss),
+            number(stage[-1].values.get("loss", math.nan)),
         )
         for stage in stages_of(run)
     ]
