@@ -135,10 +135,8 @@ def _steps(run: Run) -> Values:
     }
 
 
-def _checkpoints(runs: tuple[Run, Run]) -> list[Values]:
-    """Hash the weights, and other objects of a custom loop, of the same steps.
-
-    Up to the first difference.
+def _checkpoints(runs: tuple[Run, Run]) -> Sequence[Values]:
+    """Hash weights and other objects of the same steps, up to the first difference.
 
     Checkpoints that are broken are left out, with a warning.
     """
@@ -154,7 +152,7 @@ def _checkpoints(runs: tuple[Run, Run]) -> list[Values]:
             of_run[step] = {name: hash_of(value) for name, value in state.items()}
         if hashes[0][step] != hashes[1][step]:
             break
-    return [*hashes]
+    return hashes
 
 
 def compare(one: Values, other: Values, unit: str) -> tuple[str, bool]:
