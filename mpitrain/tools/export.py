@@ -165,10 +165,8 @@ def read_weights(reader: CheckpointReader, *, average: bool) -> dict[str, Tensor
 
 def read_tensors(reader: CheckpointReader, prefix: str) -> dict[str, Tensor]:
     """Read the tensors whose names begin with a prefix, by the rest."""
-    stored = reader.stored(prefix).items()
-    found = {name: torch.empty(of.shape, dtype=of.dtype) for name, of in stored}
-    reader.load({prefix + name: tensor for name, tensor in found.items()})
-    return found
+    sources = {name: prefix + name for name in reader.stored(prefix)}
+    return Weights(reader, sources).read_all()
 
 
 def _identity(tensor: Tensor) -> tuple[object, ...]:
@@ -188,11 +186,7 @@ def _write(
     elif kind == "dcp":
         export_folder.write_dcp(path, weights, metadata["extra_state"])
     elif kind == "state_dict":
-        outline = {
-            name: torch.empty(of.shape, dtype=of.dtype, device="meta")
-            for name, of in weights.stored.items()
-        }
-        extra = metadata["extra_state"]
+        outline, extra = weights.outline(), metadata["extra_state"]
         values = ((name, weights.read(name)) for name in outline)
         write_state_dict(path, outline | extra, chain(values, extra.items()))
     else:

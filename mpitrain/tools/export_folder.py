@@ -56,6 +56,13 @@ class Weights:
         self._reader.load({self._sources[name]: tensor})
         return tensor
 
+    def outline(self) -> dict[str, Tensor]:
+        """Return tensors of the same shapes and dtypes without memory, by name."""
+        return {
+            name: torch.empty(of.shape, dtype=of.dtype, device="meta")
+            for name, of in self.stored.items()
+        }
+
     def read_all(self) -> dict[str, Tensor]:
         """Read all, by name."""
         return {name: self.read(name) for name in self.stored}
@@ -170,13 +177,9 @@ def write_dcp(folder: Path, weights: Weights, extra_state: Mapping[str, Any]) ->
                 weights.read(index.fqn) if is_weight else super().lookup_object(index)
             )
 
-    outlines = {
-        name: torch.empty(of.shape, dtype=of.dtype, device="meta")
-        for name, of in weights.stored.items()
-    }
     # A file for each weight: of one file torch holds all until it is written (2.14).
     writer = dcp.FileSystemWriter(folder, single_file_per_rank=False)
-    state = {**outlines, **extra_state}
+    state = {**weights.outline(), **extra_state}
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that there is no process group
