@@ -46,6 +46,7 @@ class BackgroundWriter:
         self._error: OSError | None = None
         self._is_closed = False
         self._changed = threading.Condition()
+        # A daemon: a write that hangs for ever must not keep the process from its end.
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self.start = self._thread.start
 
@@ -92,10 +93,14 @@ class BackgroundWriter:
     def _run(self) -> None:
         while True:
             with self._changed:
+                # After an error nothing is due: this wait ends by its time, or by a
+                # `flush`, which forgets the error.
                 seconds = None if self._error is None else RETRY_SECONDS
                 self._changed.wait_for(self._is_due, seconds)
                 if self._is_closed:
                     break
+                # It stays in line until it is written, since `flush` waits for an empty
+                # line. The write is without the lock, which `put` needs.
                 data, num_items = self._waiting[0]
             error, num_bytes = None, 0
             try:

@@ -48,7 +48,7 @@ class Costs(Callback):
     def __init__(self, run_dir: str | Path) -> None:
         self._path = Path(run_dir).absolute() / FILE
         self._ended = threading.Event()
-        self._ended.set()
+        self._ended.set()  # hooks do nothing before a `fit`, and in a trial
         self._thread: threading.Thread | None = None
 
     def on_fit_start(self, trainer: Trainer) -> None:
@@ -77,6 +77,7 @@ class Costs(Callback):
             before = jobs_in(self._path)
         is_last = False
         while not is_last:
+            # First: then what was gathered before the end is in the last file.
             is_last = ended.is_set()
             meter.update()
             if job:
@@ -100,7 +101,8 @@ class Costs(Callback):
         if self._has_counters:
             self._meter.update()
             ranks = trainer.engine.ranks.allgather(self._meter.counted())
-            self._has_counters = any(ranks)  # the same on all ranks
+            # Equal on all ranks, so that all leave out the next exchange, or none.
+            self._has_counters = any(ranks)
             if self._has_counters:
                 self._facts["ranks"] = ranks
 
@@ -182,6 +184,7 @@ def cost_of(run_dir: Path) -> dict[str, Any]:
         found[f"{name}_hours"] = math.fsum(map(operator.mul, hours, counts))
     if all("queue_seconds" in it for it in jobs):
         found["queue_seconds"] = math.fsum(it["queue_seconds"] for it in jobs)
+    # Of all starts, or nothing: a sum with gaps would look like a low consumption.
     if all(any("energy_joules" in it for it in job.get("ranks", ())) for job in jobs):
         found["energy_joules"] = math.fsum(it.get("energy_joules", 0.0) for it in ranks)
         parts = [it.get("energy_parts", ()) for it in ranks]

@@ -49,6 +49,7 @@ class EnergyMeter:
         if sysfs is not None and (sysfs / CRAY).exists():
             self._add_file(sysfs / CRAY, "node", 1.0)
         elif sysfs is not None:
+            # By folder: a GPU that has a counter of energy has its power, too.
             files = {p.parent: p for name in FILES for p in sysfs.glob(f"class/{name}")}
             for path in files.values():
                 with self._errors_are_noted():
@@ -62,6 +63,7 @@ class EnergyMeter:
         def read(file: Path = path) -> float:
             return int(file.read_text().split()[0]) * unit
 
+        # Read at once: since Linux 5.10 only root may read RAPL's (CVE-2020-8694).
         with self._errors_are_noted():
             limit = path.with_name("max_energy_range_uj")
             wraps_at = read(limit) if limit.exists() else 0.0
@@ -78,11 +80,13 @@ class EnergyMeter:
 
             nvml: Any = importlib.import_module("pynvml")
             nvml.nvmlInit()
+            # By UUID: NVML counts all GPUs of the node, torch those that are visible.
             uuid = torch.cuda.get_device_properties(world.device).uuid
             gpu = nvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
             self._read_percent = lambda: nvml.nvmlDeviceGetUtilizationRates(gpu).gpu
             energy = nvml.nvmlDeviceGetTotalEnergyConsumption
             gpus = world.nodes[world.node_rank].gpus
+            # Of ranks that share a GPU the first one counts its energy.
             is_first = gpus.index(gpus[world.local_rank]) == world.local_rank
             if is_first and not (SYSFS / CRAY).exists():
                 self._counters.append(_counter(lambda: energy(gpu) * MILLI))
@@ -128,6 +132,7 @@ def _counter(read: Callable[[], float], wraps_at: float = 0.0) -> Callable[..., 
     def used(_: float) -> float:
         nonlocal last
         before, last = last, read()
+        # One that falls without a known limit was reset: nothing is taken away.
         return max(0.0, last - before + wraps_at * (last < before))
 
     return used

@@ -60,6 +60,7 @@ class Fingerprints(Callback):
         """Write the hashes."""
         step, engine = trainer.state.step, trainer.engine
         is_due = self._every is not None and not step % self._every
+        # Of shards all ranks gather the weights, which rank zero alone writes.
         is_collective = engine.strategy.is_sharded
         if not is_due or (self._lines is None and not is_collective):
             return
@@ -76,6 +77,7 @@ class Fingerprints(Callback):
         """Write the losses of micro-batches."""
         if self._every is None or self._lines is None:
             return
+        # Not strict: without fixed micro-batches there are no losses of each.
         for metrics, losses in zip(steps, trainer.micro_batch_losses, strict=False):
             if metrics.step % self._every == 0:
                 self._lines.write({"step": metrics.step, "losses": losses})
@@ -102,6 +104,7 @@ def hash_of(tensor: Tensor) -> str:
     False
     """
     values = tensor.contiguous().flatten().view(torch.uint8).numpy()
+    # Bytes alone are equal for another shape, and for zeros of another type.
     found = hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
     found.update(values.data)
     return found.hexdigest()[:NUM_DIGITS]

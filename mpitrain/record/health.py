@@ -66,6 +66,7 @@ class HealthCheck(Callback):
         is_often_last = num_last >= LAST_FRACTION * num_steps
         is_late = is_often_last and late_seconds > LATE_FRACTION * seconds
         before, self._suspect = self._suspect, slowest if is_late else None
+        # Two windows in a row: one is slow by chance now and then.
         if is_late and before == slowest != self._named:
             self._named = slowest
             world = trainer.engine.world

@@ -47,6 +47,7 @@ class JsonlWriter:
             )
         os.ftruncate(self._descriptor, self._end)
         self.num_bytes = self._end  # the file's length when no line waits
+        # The thread closes the file: a write that hangs may use it until then.
         self._writer = BackgroundWriter(
             str(path),
             self._write_bytes,
@@ -95,6 +96,7 @@ class JsonlWriter:
             self.num_bytes += len(data)
 
     def _write_bytes(self, data: bytes) -> int:
+        # Where the last write ended: one that a full disk has cut is continued.
         num = os.pwrite(self._descriptor, data, self._end)
         self._end += num
         return num
@@ -127,6 +129,8 @@ class JsonlReader(ABC):
         """
         was_cut = False
         with contextlib.suppress(OSError), self.path.open("rb", buffering=0) as file:
+            # The length does not tell: a resumed job may have cut the file, and have
+            # written as much as was read before, or more.
             file.seek(self._offset - len(self._mark))
             if was_cut := file.read(len(self._mark)) != self._mark:
                 self._offset, self._mark = 0, b""

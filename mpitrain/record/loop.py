@@ -30,6 +30,7 @@ def mean_over_ranks(values: Mapping[str, Any], ranks: Communicator) -> dict[str,
             f"Recorder.log got {', '.join(of_ranks[0])} on rank 0, and "
             f"{', '.join(odd[0])} on another; expected the same names"
         ).on_all_ranks()
+    # `fsum` rounds once: the mean does not depend on the order of the ranks.
     return {
         name: math.fsum(it[name] for it in of_ranks) / len(of_ranks)
         if hasattr(value, "dtype")

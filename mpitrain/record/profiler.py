@@ -76,11 +76,13 @@ class Profiler(Callback):
         activities = [ProfilerActivity.CPU]
         if world.device != "cpu":
             activities.append(ProfilerActivity.CUDA)
+        # Without `acc_events` torch warns that it clears events between cycles.
         self._profile = profile(activities=activities, acc_events=True)
         self._profile.start()
 
     def _end(self, world: World, num_steps: int) -> None:
         profile, self._profile = self._profile, None
+        # To write it may take longer than the hang limit of a step.
         heartbeat("writing a trace")
         kind = "cpu" if world.device == "cpu" else "device"
         key, name = f"self_{kind}_time_total", rank_name(world.rank, world.world_size)

@@ -47,7 +47,7 @@ class RankTimes(Callback):
     def __init__(self, run_dir: str | Path, start_seconds: float | None = None) -> None:
         self._folder = Path(run_dir) / FOLDER
         self._start_seconds = start_seconds
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # `cut` is called by a thread of the watchdog
         self._is_closed = True
 
     def on_fit_start(self, trainer: Trainer) -> None:
@@ -76,6 +76,7 @@ class RankTimes(Callback):
             }
         )
         self._timer, self._step = timer, step
+        # Once: lines stay in order where somebody sets the clock of the host.
         self._wall_offset = now - time.perf_counter()
         self._began = time.perf_counter()
         self._line_ends = self._began + MIN_SECONDS
@@ -95,6 +96,7 @@ class RankTimes(Callback):
             self._step = step
             self._steps.extend(times.steps)
             self._between += times.between
+            # What the timer has of the unfinished step is for the next line.
             ended = self._timer.since - sum(self._timer.seconds)
             if ended >= self._line_ends:
                 self._write(ended)
@@ -115,6 +117,7 @@ class RankTimes(Callback):
         with self._lock:
             if self._is_closed:
                 return
+            # Without `synchronize`: the job may end because the GPU hangs.
             phase, since = self._write_rest()
             self._lines.write(
                 {

@@ -115,6 +115,8 @@ class Metrics(JsonlReader):
                 of_step = ("train_loss", "lr", "gradient_norm")
                 loss, lr, norm = (number(row.get(name)) for name in of_step)
                 step = int(row["step"])
+                # Most steps have none of the rest, and share one empty default: a
+                # dictionary for each of a million steps would take 64 MB.
                 found = StepMetrics(int(row["epoch"]), step, loss, lr, norm)
                 if others := _other_losses(row):
                     found = found._replace(losses=others)
@@ -198,6 +200,7 @@ class RankJob:
     def add(self, row: list[float], places: list[int]) -> None:
         """Add a line, whose phases have these numbers; all of it or nothing."""
         end, step, _, _, *seconds = row
+        # Phases are found by name: another version may have written others.
         line = array("d", [end, step, *(0.0 for _ in PHASES)])
         for place, value in zip(places, seconds, strict=True):
             line[2 + place] += value
@@ -258,6 +261,7 @@ class Run:
         self.read_at = time.time()
         self.config = read_yaml(path / "config.yaml")
         self.environment = read_json(path / "environment.json")
+        # Before the metrics: what it refers to is in them by then.
         self.result = read_result(path)
         self.restarts = read_restarts(path)
         self.metrics = Metrics(path / "metrics.jsonl")

@@ -179,12 +179,14 @@ class Recorder(Callback):
         if metrics is None:
             return
         metrics.close(CLOSE_SECONDS)
+        # Unless the rank that failed first has written why: this error may follow.
         if read_result(self.run_dir).get("status") == "running":
             record_failure(self.run_dir, f"{type(error).__name__}: {error}")
 
     def _end(self, status: str) -> None:
         assert self._metrics is not None
         self._before = self.state_dict()  # for a second `fit`
+        # The record before the result: who reads "finished" finds all of its lines.
         self._metrics.close()
         self._metrics = None
         self._result |= {"status": status, **cost_if_known(self.run_dir)}
@@ -218,6 +220,7 @@ class Recorder(Callback):
             self._ranks.on_rank_zero(
                 lambda: self._start_loop(world, step, values), "open the record"
             )
+            # After rank zero has made the folder: other ranks may write logs there.
             record_job(self.run_dir)
             if Job.current is not None:
                 # Last of all: a `Checkpointer` knows whether the loop was stopped.

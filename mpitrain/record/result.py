@@ -32,6 +32,7 @@ def record_job(run_dir: Path, log: Callable[[str], object] | None = None) -> Non
     rank, size = job.comm.rank, job.comm.size
     job.watchdog.log_to(log_path(job.run_dir, rank, size))
 
+    # Both ask the job for its folder when it fails: it may be another one by then.
     def write_log(text: str) -> None:
         if job.run_dir is not None and not is_finished(job.run_dir):
             with open_log(job.run_dir, rank, size, socket.gethostname()) as file:
@@ -52,7 +53,7 @@ def record_failure(run_dir: Path, message: str, status: int = 1) -> None:
     """
     if is_finished(run_dir):
         return
-    # Rank zero counts in its memory.
+    # Rank zero has the counts in its memory, and may be the one that is gone.
     done = {**progress_of(run_dir / "metrics.jsonl"), **cost_if_known(run_dir)}
     if status == Stopped.exit_status:
         reason = message.rpartition("Stopped: ")[2]

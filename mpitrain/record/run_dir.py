@@ -44,7 +44,7 @@ def start_logging(log: TextIO, *, is_rank_zero: bool) -> LogFile:
     """Send log records to this rank's log, and rank zero's warnings to the screen."""
     logger = logging.getLogger("mpitrain")
     logger.setLevel(logging.INFO)
-    logger.propagate = False
+    logger.propagate = False  # to the user's handlers, on every rank
     to_file = LogFile(log)
     to_file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     logger.addHandler(to_file)
@@ -89,7 +89,7 @@ class LogFile(logging.Handler):
         data = f"{text}\n".encode(errors="backslashreplace")
         if os.getpid() == self._pid:
             self._writer.put(data)
-        else:  # a process that was forked off has no thread
+        else:  # a fork has no thread, and its copy of the lock may be held for ever
             with contextlib.suppress(OSError):
                 self._write_bytes(data)
 

@@ -88,6 +88,7 @@ def open_run(runs_dir: Path, name: str | None, *, exists: Exists) -> RunFolder:
                 "Checkpointer of that folder."
             )
         lock = _lock(path)
+        # Asked with the lock: the job that held it may have begun a run meanwhile.
         is_new = _is_blank(path)
         run_id = secrets.token_hex(8) if is_new else read_json(path / RUN).get("id", "")
         if is_new:
@@ -144,7 +145,8 @@ def _is_blank(path: Path) -> bool:
 def _lock(path: Path) -> int | None:
     """Take a run's lock; ``None`` where the file system has no locks."""
     # POSIX's kind: the kernel, or the file server, lets it go when its holder has
-    # ended, and children do not have it.
+    # ended, and children do not have it. It also lets it go when the holder closes any
+    # descriptor of this file: in the holder's process nobody else may open it.
     descriptor = os.open(path / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     started = time.monotonic()
     has_warned = False
@@ -160,6 +162,7 @@ def _lock(path: Path) -> int | None:
                 raise
         holder = os.pread(descriptor, 200, 0).decode(errors="replace").strip()
         waited = time.monotonic() - started
+        # A job that was just ended needs a moment, which is not worth a line.
         if waited > 2.0 and not has_warned:
             has_warned = True
             print(
@@ -183,10 +186,14 @@ def _lock(path: Path) -> int | None:
 
 
 def is_held(path: Path) -> bool | None:
-    """Return whether a job holds a run's lock; ``None`` if that cannot be known."""
+    """Return whether a job holds a run's lock; ``None`` if that cannot be known.
+
+    Not for that job's own process, which would let the lock go, see `_lock`.
+    """
     try:
         with (path / LOCK).open("rb") as file:
-            # Whether one could read there: type, whence, start, length, process.
+            # Asked for, not tried: a lock taken for a moment would hold up a job that
+            # begins. `struct flock`: type, whence, start, length, process.
             asked = struct.pack("hhqqi", fcntl.F_RDLCK, os.SEEK_SET, 0, 0, 0)
             found = fcntl.fcntl(file.fileno(), fcntl.F_GETLK, asked)
     except OSError:

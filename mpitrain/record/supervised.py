@@ -1,7 +1,12 @@
 """What a training and `supervise` tell each other, by files beside the status file.
 
-Rank zero writes the run folder that it has opened. When the training is started again,
-it finds the folder of before: it resumes, although the command line asks for a new run.
+    .run        rank zero: the run folder that it has opened
+    .before     `supervise`: `.run` of the start before
+    .restarts   `supervise`: its token, and how often it has restarted
+    .step       rank zero: the step that the nodes have in memory
+
+A training that is started again finds the folder of before: it resumes, although the
+command line asks for a new run. See docs/decisions/0017.
 """
 
 from __future__ import annotations
@@ -125,5 +130,6 @@ def begin_start(
                 raise
             # That of the start before differs in the time and the count of restarts.
             logger.warning("supervise: %s is not renewed: %s", restarts, error)
+    # A start that has opened no folder leaves that of the start before it.
     with contextlib.suppress(FileNotFoundError):
         os.replace(f"{status}.run", f"{status}.before")

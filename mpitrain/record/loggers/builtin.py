@@ -54,6 +54,7 @@ class CSVLogger(Logger):
 
     def _rows(self) -> list[dict[str, str]]:
         text = self._path.read_text() if self._path.exists() else ""
+        # Without a last line that was cut.
         rows = csv.DictReader(io.StringIO(text[: text.rfind("\n") + 1]))
         self._columns = list(rows.fieldnames or ["step"])
         return [row for row in rows if (row.get("step") or "").isdecimal()]
@@ -191,6 +192,7 @@ class WandbLogger(Logger):
             "x_save_requirements": False,
             "x_transaction_log_flush_interval": 1.0,
         }
+        # wandb refuses settings that its version does not know.
         known = getattr(self._wandb.Settings, "model_fields", settings)
         return self._wandb.Settings(**{k: v for k, v in settings.items() if k in known})
 

@@ -177,6 +177,7 @@ class Loggers(Callback):
         deadline = time.monotonic() + (STOP_SECONDS if is_stop else FINISH_SECONDS)
         self._send("finalize", (status,))
         for process in self._processes:
+            # By the second: the watchdog would take a long wait for a hang.
             while not process.join(min(1.0, deadline - time.monotonic())):
                 heartbeat("finishing the loggers")
                 if time.monotonic() >= deadline:

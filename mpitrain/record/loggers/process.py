@@ -102,6 +102,7 @@ class LoggerProcess:
             return len(data)  # else it has ended, and `_listen` says why
 
     def _spawn(self) -> subprocess.Popen[bytes]:
+        # A library that starts MPI there would take itself for this rank.
         kept = {k: v for k, v in os.environ.items() if not k.startswith(PREFIXES)}
         code = f"import sys; sys.path[:] = {sys.path!r}; import {__name__} as process; "
         self._log.parent.mkdir(parents=True, exist_ok=True)
@@ -164,6 +165,7 @@ def _serve(messages: IO[bytes], say: Callable[[str], object]) -> None:
     target = call_with_known(kind, known, f"--log {name}")
     target.log_hyperparams(info.config)
     method = ""
+    # Saved after each call: of a logger that is killed all until then is on the disk.
     while method != "finalize":
         try:
             method, calls = pickle.load(messages)
@@ -176,6 +178,7 @@ def _serve(messages: IO[bytes], say: Callable[[str], object]) -> None:
 
 
 def _end_with(rank_pid: int) -> None:
+    # A logger that hangs in a call does not see that the pipe has ended.
     while os.getppid() == rank_pid:
         time.sleep(0.5)
     time.sleep(ORPHAN_SECONDS)
