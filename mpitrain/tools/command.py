@@ -100,6 +100,7 @@ def _run(
             )
         faulthandler.enable(log)  # for crashes in compiled code
         record_job(run_dir, log_file.write)
+        # After what `record_job` has added: the error is one of the lines that wait.
         job.guard.on_failure.append(lambda _: log_file.flush())
         with init(**config.launch.as_arguments(), job=job) as world:
             from mpitrain.torch_compat import defer_dynamo
@@ -107,6 +108,7 @@ def _run(
             if not config.compile:
                 defer_dynamo()
 
+            # Modules are never garbage: later collections need not look at them.
             gc.freeze()
             gc.enable()
             return run(world, prepared, handler)

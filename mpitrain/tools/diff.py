@@ -151,7 +151,7 @@ def _checkpoints(runs: tuple[Run, Run]) -> Sequence[Values]:
             state = read_weights(reader, average=False) | read_tensors(reader, OBJECTS)
             of_run[step] = {name: hash_of(value) for name, value in state.items()}
         if hashes[0][step] != hashes[1][step]:
-            break
+            break  # later ones differ, too, and take as long to read
     return hashes
 
 

@@ -194,6 +194,7 @@ def _write(
         if config.normalize:
             model = _normalized(model, metadata["trainer"])
         data = _trainer(metadata)["data"]
+        # Two samples: torch.export takes a size of 1 for a constant.
         size = (2, data["in_channels"], data["image_size"], data["image_size"])
         dtype = next(iter(model.parameters())).dtype
         example = torch.zeros(size, dtype=dtype)
@@ -231,6 +232,7 @@ def _rebuild(
 def _normalized(model: nn.Module, trainer: dict[str, Any]) -> nn.Module:
     """Put a batch norm with the run's mean and deviation before a model."""
     channels, dtype = trainer["data"]["in_channels"], next(model.parameters()).dtype
+    # A layer of torch's own, which every format knows; it divides by sqrt(var + eps).
     norm = nn.BatchNorm2d(channels, eps=0.0, affine=False, dtype=dtype)
     mean, std = (torch.tensor(trainer["inputs"][name]) for name in ("mean", "std"))
     state = {

@@ -85,6 +85,7 @@ def write_safetensors(file: Path, weights: Weights, names: Iterable[str]) -> Non
         header[name] = {"dtype": NAMES[dtype], **of}
         start = end
     encoded = json.dumps(header).encode()
+    # The length before it has 8 bytes: so the data begin at a multiple of 8, too.
     encoded += b" " * (-len(encoded) % 8)
     with file.open("wb") as opened:
         opened.write(struct.pack("<Q", len(encoded)) + encoded)

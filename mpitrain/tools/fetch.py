@@ -40,6 +40,7 @@ def fetch(config: FetchConfig) -> None:
     """Fetch what is not there yet, look at it, and print a line for each name."""
     from mpitrain.models.build import fetch_weights
 
+    # All before the first download: a misspelt one is told at once.
     for name in config.names:
         if name not in DATA_SETS:
             _check_model(name, config)

@@ -57,6 +57,7 @@ class JobTimes:
 
     def covers(self, time: float) -> bool:
         """Return whether a time is within the job."""
+        # A throughput is written when all ranks know it, after the last of its steps.
         return self.began <= time <= self.ended + 1.0
 
     def killed_ranks(self) -> list[int]:

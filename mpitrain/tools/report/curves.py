@@ -170,6 +170,7 @@ def bins(
     xs, ys = xs[np.isfinite(ys)], ys[np.isfinite(ys)]
     if not len(xs):
         return xs, ys, ys, ys
+    # No more bins than points: `reduceat` takes for an empty one the next point.
     edges = np.linspace(0, len(xs), min(num_bins, len(xs)) + 1).astype(int)
     first, last = edges[:-1], edges[1:] - 1
     mean = np.add.reduceat(ys, first) / np.diff(edges)

@@ -98,6 +98,7 @@ class Chart:
         text = out.getvalue()
         text = text[text.index("<svg") :]
         text = re.sub(r"<style.*?</style>", "", text, flags=re.DOTALL)
+        # Ids are matplotlib's own, and must differ between the charts of a page.
         text = re.sub(r'(\bid="|url\(#|href="#)', rf"\1{self.name}-", text)
         for name, (light, _) in THEME.items():
             text = text.replace(light, f"var(--{name})")

@@ -70,7 +70,7 @@ def _png(axes: Any) -> bytes:
     figure = axes.get_figure(root=True)
     figure.set_size_inches(11, 4)
     figure.savefig(out, format="png", dpi=150, bbox_inches="tight", facecolor="white")
-    plt.close(figure)
+    plt.close(figure)  # Optuna draws by pyplot, which keeps all figures
     return out.getvalue()
 
 
