@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import heapq
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -23,6 +23,7 @@ Indices = npt.NDArray[np.int64]
 
 def epoch_order(num_samples: int, seed: int, epoch: int) -> Indices:
     """Return the order in which an epoch sees the samples, equal on all machines."""
+    # Another NumPy may permute otherwise (NEP 19), so a test holds the first numbers.
     generator = np.random.Generator(np.random.PCG64([seed, epoch]))
     return generator.permutation(num_samples).astype(np.int64)
 
@@ -120,12 +121,15 @@ class MicroBatchAssignment:
         return [self.of_rank(rank, num) for rank in range(self.world_size)]
 
 
+# Cached, since each step asks for each rank's numbers, and steps have few sizes.
 @functools.lru_cache(maxsize=64)
 def _bounds(assignment: MicroBatchAssignment, num: int) -> tuple[int, ...]:
     size, speeds = assignment.world_size, assignment.speeds
     if not speeds or num < size:
         return tuple(-(-num * rank // size) for rank in range(size + 1))
     counts = [1] * size  # a rank without any would never be measured again
+    # The next one is for the rank that would be done with it first; of equal ones for
+    # the first, so that all ranks find the same.
     ends = [(2 / speed, rank) for rank, speed in enumerate(speeds)]
     heapq.heapify(ends)
     for _ in range(num - size):
@@ -207,24 +211,23 @@ class RankShard:
         [(3, [[9]]), (2, [[4]])]
         """
         for samples in itertools.islice(self._steps(), self.first_step, self.max_steps):
-            num = len(samples)
+            stop = num = len(samples)
             if self.assignment is not None:
-                width = self.micro_batch_size or num
-                numbers = self.assignment.of_rank(self.rank, -(-num // width))
-                starts = [number * width for number in numbers] or [num]
-                yield num, [self._rows(samples, s, min(s + width, num)) for s in starts]
-                continue
-            start, stop = shard_bounds(num, self.rank, self.world_size)
-            largest = max_shard_size(num, self.world_size)
-            if self.costs is not None:
-                bounds = cost_bounds(self.costs[samples], self.world_size)
-                start, stop = bounds[self.rank : self.rank + 2]
-                largest = int(np.diff(bounds).max())
-            size = min(self.micro_batch_size or largest, largest)
-            cuts = [
-                (at, min(at + size, stop)) for at in range(start, start + largest, size)
-            ]
-            yield num, [self._rows(samples, *cut) for cut in cuts]
+                size = self.micro_batch_size or num
+                numbers = self.assignment.of_rank(self.rank, -(-num // size))
+                starts: Iterable[int] = [at * size for at in numbers] or [num]
+            else:
+                start, stop = shard_bounds(num, self.rank, self.world_size)
+                largest = max_shard_size(num, self.world_size)
+                if self.costs is not None:
+                    bounds = cost_bounds(self.costs[samples], self.world_size)
+                    start, stop = bounds[self.rank : self.rank + 2]
+                    largest = int(np.diff(bounds).max())
+                size = min(self.micro_batch_size or largest, largest)
+                # Up to the end of the largest shard, not of this one: each micro-batch
+                # has collectives, of the model or of DDP, which need every rank.
+                starts = range(start, start + largest, size)
+            yield num, [self._rows(samples, at, min(at + size, stop)) for at in starts]
 
     def __iter__(self) -> Iterator[Indices]:
         for _, micro_batches in self.steps():
@@ -233,17 +236,15 @@ class RankShard:
     def _steps(self) -> Iterator[Indices]:
         size, order = self.global_batch_size, self.order
         if self.batches is not None:
-            yield from self.batches
-            return
+            return iter(self.batches)
         if order is not None:
-            yield from (order[at : at + size] for at in range(0, len(order), size))
-            return
-        for start in itertools.count(0, size):
-            yield np.arange(start, start + size, dtype=np.int64)
+            return (order[at : at + size] for at in range(0, len(order), size))
+        starts = itertools.count(0, size)
+        return (np.arange(at, at + size, dtype=np.int64) for at in starts)
 
     def _rows(self, samples: Indices, start: int, stop: int) -> Indices:
-        if start >= stop:
-            return samples[:0]
-        if not self.prepends_partner:
-            return samples[start:stop]
-        return np.concatenate([samples[[start - 1]], samples[start:stop]])
+        rows = samples[start : max(start, stop)]
+        if not (self.prepends_partner and len(rows)):
+            return rows
+        # -1 before the first sample: its partner is the last one of the step.
+        return np.concatenate([samples[[start - 1]], rows])
