@@ -60,7 +60,7 @@ def build_samples(
     check_data_set(dataset, what)
     classes = ranks.on_rank_zero(lambda: classes_of(dataset)[1], "share the classes")
     method, collate_fn = start_method(world.num_nodes), collate_fn or default_collate
-    if not is_map_style(dataset):
+    if not _is_map_style(dataset):
         _check_stream(dataset, what)
         stream = IterableStyle(
             dataset,
@@ -199,7 +199,7 @@ def _wrapped(dataset: Any) -> Sequence[Any]:
     return list(sets.values() if isinstance(sets, dict) else sets)
 
 
-def is_map_style(dataset: Any) -> bool:
+def _is_map_style(dataset: Any) -> bool:
     """Whether samples have numbers, as in torch's map-style data sets."""
     # torch's iterable ones have an __getitem__ that is not to be called.
     is_sequence = hasattr(dataset, "__getitem__") and isinstance(dataset, Sized)

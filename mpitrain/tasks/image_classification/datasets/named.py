@@ -3,23 +3,16 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 
 from mpitrain.config import DATA_DIR, DataConfig
-from mpitrain.data.custom import (
-    Samples,
-    build_samples,
-    check_data_set,
-    classes_of,
-    is_map_style,
-)
+from mpitrain.data.custom import Samples, build_samples, classes_of
 from mpitrain.data.in_memory import InMemory
 from mpitrain.data.map_style import MapStyle
 from mpitrain.data.samples import PARTS, Array
@@ -209,6 +202,7 @@ def _load_indexed(
         lambda: (scanned[0].classes, scanned[0].facts), "share the classes"
     )
     index = FileIndex(arrays=arrays, classes=classes, facts=facts)
+    # One rank of each other node scans for itself: its files may be others.
     ranks.check_same_on_nodes(
         lambda: (scanned[0] if scanned else scan_files(data_dir)).digest(),
         f"the files of {data_dir}",
@@ -247,7 +241,17 @@ def _load_indexed(
 def _load_custom(
     config: DataConfig, seed: int, world: World, ranks: Communicator
 ) -> Data:
-    datasets, num_classes = _call_custom(config.data, config.data_dir)
+    datasets = call_with_known(
+        load_reference(config.data, "--data"),
+        {"data_dir": config.data_dir},
+        "--data",
+        otherwise={"data_dir": DATA_DIR},
+    )
+    if not (isinstance(datasets, tuple | list) and len(datasets) in (2, 3)):
+        raise DataError(
+            f"--data {config.data} returned {type(datasets).__name__!r}; expected a "
+            "pair (train, val) of data sets, or (train, val, test)"
+        )
     samples = [
         build_samples(
             dataset,
@@ -260,6 +264,12 @@ def _load_custom(
         )
         for part, dataset in zip(PARTS, datasets, strict=False)
     ]
+    num_classes, _ = classes_of(datasets[0])
+    if num_classes is None:
+        raise DataError(
+            f"the train part of --data {config.data} has neither `classes` (a list) "
+            "nor `num_classes` (an int); give it one of them"
+        )
     inputs = samples[0].example().inputs
     if not isinstance(inputs, torch.Tensor) or inputs.ndim < 2:
         raise DataError(
@@ -271,36 +281,10 @@ def _load_custom(
         train=samples[0],
         val=samples[1],
         test=samples[2] if len(samples) > 2 else None,
-        num_classes=num_classes,
+        num_classes=int(num_classes),
         in_channels=inputs.shape[1],
         image_size=config.image_size or inputs.shape[-1],
     )
-
-
-def _call_custom(reference: str, data_dir: Path | None) -> tuple[Sequence[Any], int]:
-    """Call a user's callable; return its data sets and their number of classes."""
-    datasets = call_with_known(
-        load_reference(reference, "--data"),
-        {"data_dir": data_dir},
-        "--data",
-        otherwise={"data_dir": DATA_DIR},
-    )
-    if not (isinstance(datasets, tuple | list) and len(datasets) in (2, 3)):
-        raise DataError(
-            f"--data {reference} returned {type(datasets).__name__!r}; expected a pair "
-            "(train, val) of data sets, or (train, val, test)"
-        )
-    for part, dataset in zip(PARTS, datasets, strict=False):
-        check_data_set(dataset, f"the {part} part of --data {reference}")
-        if is_map_style(dataset) and len(dataset) == 0:
-            raise DataError(f"the {part} part of --data {reference} has no samples")
-    num_classes, _ = classes_of(datasets[0])
-    if num_classes is None:
-        raise DataError(
-            f"the train part of --data {reference} has neither `classes` (a list) nor "
-            "`num_classes` (an int); give it one of them"
-        )
-    return datasets, int(num_classes)
 
 
 def _imagenet(config: DataConfig, channels: int) -> Statistics:
