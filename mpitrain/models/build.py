@@ -44,10 +44,12 @@ def build_and_load(
     `num_classes`, `in_channels` and `image_size` that it takes by name. `weights` is a
     file or a name that the model's library knows; ``None`` for random ones.
     """
-    file = Path(weights) if weights is not None and is_file_name(weights) else None
+    named = _named(weights)
+    file = Path(weights) if weights is not None and named is None else None
     library = library_of(name)
-    if weights is not None and file is None and library is None:
-        raise unknown_weights(name, weights)
+    if named is not None and library is None:
+        raise unknown_weights(name, named)
+    # All three: a user-defined model may draw from any. So the ranks need not send it.
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)
@@ -65,7 +67,6 @@ def build_and_load(
     elif library is None:
         model = ConvNet(num_classes, in_channels, image_size)
     else:
-        named = weights if file is None else None
         sizes = Sizes(num_classes, in_channels, image_size)
         model, changes = library.build(name, sizes, named)
         if named is not None:

@@ -108,7 +108,7 @@ def try_one_image(model: nn.Module, sizes: Sizes) -> object:
     model.eval()
     try:
         with torch.no_grad():
-            try:
+            try:  # `functional_call`, since `to("meta")` would drop the model's numbers
                 tensors = chain(model.named_parameters(), model.named_buffers())
                 with torch.device("meta"):
                     on_meta = {name: tensor.to("meta") for name, tensor in tensors}

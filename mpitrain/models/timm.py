@@ -65,7 +65,7 @@ def fetch(name: str, weights: str | None, *, progress: bool = False) -> str:
     if not progress:
         huggingface_hub.utils.disable_progress_bars()  # type: ignore[attr-defined]
     cfg = _resolve(name, weights)[1]
-    try:
+    try:  # first without the network, which compute nodes may not have
         return _find_file(cfg) or _find_file(cfg, local=False)
     except Exception as error:  # those of whatever speaks HTTP for Hugging Face
         raise not_downloaded(name, weights, error) from error

@@ -178,7 +178,7 @@ def _read_file(path: Path) -> Any:
             return torch.load(
                 path, map_location="cpu", weights_only=True, mmap=is_mapped
             )
-    except UsageError:
+    except UsageError:  # of `require`
         raise
     except Exception as error:  # a broken file can fail in any way
         if "TorchScript" in str(error):
@@ -286,7 +286,7 @@ def _dcp_metadata(path: Path) -> Any:
 
     try:
         return Unpickler(io.BytesIO(file.read_bytes())).load()
-    except DataError:
+    except DataError:  # of `find_class`
         raise
     except Exception as error:  # a broken pickle can fail in any way
         raise DataError(
@@ -301,6 +301,7 @@ def _find_state(content: object, path: Path) -> tuple[State, str]:
         by_key = {str(key).lower(): value for key, value in content.items()}
         for key in STATE_KEYS:
             if isinstance(by_key.get(key), Mapping):
+                # Once more: torch.distributed.checkpoint's users save app/model.
                 state, average = _find_state(by_key[key], path)
                 return state, key if key in AVERAGES else average
         state = {str(key): value for key, value in content.items()}

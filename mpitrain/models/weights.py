@@ -83,7 +83,7 @@ def load_state(model: nn.Module, state: State, source: str) -> str:
             "callback's `setup`, or a model on the cpu"
         )
     state, prefix = _without_wrappers(state, target)
-    state = _translate(model, state, source)
+    state = _translate(model, state, target, source)
     try:
         head = head_of(model)[0] + "."
     except DataError:
@@ -120,6 +120,7 @@ def load_state(model: nn.Module, state: State, source: str) -> str:
         name
         for name in target
         if name not in state
+        # Files from before version 2 of torch's batch norm lack it.
         and not name.endswith(".num_batches_tracked")
         and (name not in owners or owners[name] not in there)
     ]
@@ -187,6 +188,7 @@ def _without_wrappers(state: State, known: Iterable[str]) -> tuple[State, str]:
     others = [k.removesuffix(end) for k in plain if k.endswith(f".{end}")]
     spellings += [(other, _without(plain, other)) for other in others]
     spellings += [(o, {f"backbone.{k}": v for k, v in s.items()}) for o, s in spellings]
+    # Of equal ones the first: names as they are in the file.
     prefix, state = max(spellings, key=lambda it: len(known & it[1].keys()))
     return state, prefix
 
@@ -195,9 +197,8 @@ def _without(state: State, prefix: str) -> State:
     return {name.removeprefix(prefix): value for name, value in state.items()}
 
 
-def _translate(model: nn.Module, state: State, source: str) -> State:
+def _translate(model: nn.Module, state: State, target: State, source: str) -> State:
     """Let the model's library convert older names and other image sizes."""
-    target = model.state_dict()
     if target.keys() == state.keys() and all(
         getattr(state[name], "shape", ()) == getattr(it, "shape", ())
         for name, it in target.items()

@@ -47,6 +47,7 @@ def features_of(
     free = ranks.on_rank_zero(
         lambda: psutil.virtual_memory().available, "ask for memory"
     )
+    # Rank zero's answer for all: one that computed features alone would wait forever.
     if wanted > MAX_MEMORY_FRACTION * free:
         return None
     return [
@@ -65,13 +66,11 @@ def _compute(
 ) -> InMemory:
     num = loader.samples.num_samples
     assert num is not None
-    example = loader.example()
-    kinds = {"features": feature.dtype, "targets": example.targets.dtype}
-    shapes = {"features": feature.shape, "targets": example.targets.shape[1:]}
+    rows = {"features": feature, "targets": loader.example().targets[0]}
     held = ranks.load_shared(
         lambda: {
-            name: torch.zeros((num, *shapes[name]), dtype=kinds[name]).numpy()
-            for name in kinds
+            name: torch.zeros((num, *row.shape), dtype=row.dtype).numpy()
+            for name, row in rows.items()
         },
         "make room for features",
     )
@@ -87,8 +86,8 @@ def _compute(
         for batch in step.micro_batches:
             heartbeat("features")
             mine = {"features": backbone(batch.inputs), "targets": batch.targets}
-            for name, rows in mine.items():
-                found = _gather(rows[: len(batch)], step.num_samples, world)
+            for name, values in mine.items():
+                found = _gather(values[: len(batch)], step.num_samples, world)
                 # By every rank: each may hold memory of its own, else it is the same.
                 whole[name][done : done + step.num_samples] = found.cpu()
         done += step.num_samples
@@ -99,11 +98,13 @@ def _compute(
 def _gather(rows: Tensor, num: int, world: World) -> Tensor:
     if world.world_size == 1:
         return rows
+    # all_gather wants equal sizes, and shards differ by one.
     longest = max_shard_size(num, world.world_size)
     padded = rows.new_zeros((longest, *rows.shape[1:]))
     padded[: len(rows)] = rows
     found = [torch.empty_like(padded) for _ in range(world.world_size)]
     dist.all_gather(found, padded)
     bounds = (shard_bounds(num, rank, len(found)) for rank in range(len(found)))
-    sizes = [stop - start for start, stop in bounds]
-    return torch.cat([part[:size] for part, size in zip(found, sizes, strict=True)])
+    return torch.cat(
+        [part[: stop - at] for part, (at, stop) in zip(found, bounds, strict=True)]
+    )

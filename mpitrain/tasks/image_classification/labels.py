@@ -50,7 +50,7 @@ def check_targets(outputs: Any, targets: Any, num_classes: int | None) -> None:
     if not isinstance(outputs, Tensor) or not isinstance(targets, Tensor):
         return
     if targets.is_floating_point() and targets.shape == outputs.shape:
-        if targets.ndim < len("NC"):
+        if targets.ndim < len("NC"):  # `(N,)` of both: a regression
             explain_loss(outputs, targets)
         sums = targets.sum(1)
         # Not "where it is wrong": nan is, too. Those of 16 bits are rounded.

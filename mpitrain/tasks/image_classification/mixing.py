@@ -57,6 +57,7 @@ def draw_mix(config: LearningConfig, epoch: int, step: int, inputs: Any) -> Mix 
     row, column = generator.random(2)
     top, bottom = (int(np.clip((row + s * half) * height, 0, height)) for s in (-1, 1))
     left, right = (int(np.clip((column + s * half) * width, 0, width)) for s in (-1, 1))
+    # Not the weight that was drawn: the border has cut off a part of the box.
     pasted = (bottom - top) * (right - left) / (height * width)
     return Mix(weight=1 - pasted, box=(top, bottom, left, right))
 

@@ -55,6 +55,7 @@ def decode(data: bytes, size: int, uniform: Uniform | None, where: str) -> Tenso
         reason = f"cannot be decoded, {type(error).__name__}: {error}"
         raise BadSample(where, reason) from error
     pixels = _resize(image, size, box, scale).transpose(2, 0, 1)
+    # A copy: Pillow's memory is read-only, and torch warns of that.
     return torch.from_numpy(np.array(pixels, order="C"))
 
 

@@ -79,6 +79,8 @@ class ShardReader(ImageReader):
 
 
 class _Descriptor(int):
+    """Closes its file when the cache below drops it."""
+
     def __del__(self) -> None:
         os.close(self)
 
@@ -137,6 +139,7 @@ def order(shards: npt.NDArray[np.int32], seed: int, epoch: int) -> Indices:
     num_shards = int(shards.max()) + 1 if len(shards) else 0
     window = generator.permutation(num_shards) // WINDOW
     shuffled = generator.permutation(len(shards))
+    # Stable: within a window the shuffled order stays.
     by_window = np.argsort(window[shards[shuffled]], kind="stable")
     return shuffled[by_window].astype(np.int64)
 

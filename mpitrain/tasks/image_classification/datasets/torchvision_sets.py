@@ -89,8 +89,8 @@ def read(name: str, data_dir: Path) -> dict[str, Array]:
         ) from None
     # MNIST's are named "0 - zero".
     classes = [names.partition(" - ")[0] for names in parts["train"].classes]
-    arrays: dict[str, Array] = {}
-    arrays["classes"] = np.frombuffer("\n".join(classes).encode(), np.uint8)
+    names = "\n".join(classes).encode()
+    arrays: dict[str, Array] = {"classes": np.frombuffer(names, np.uint8)}
     for part, found in parts.items():
         images = torch.as_tensor(found.data).numpy()
         labels = torch.as_tensor(found.targets, dtype=torch.int64).numpy()
@@ -99,11 +99,8 @@ def read(name: str, data_dir: Path) -> dict[str, Array]:
             check_labels(labels, len(images), NUM_CLASSES[name], where)
         except DataError as error:
             raise DataError(f"{error}.{how}") from None
-        arrays[f"{part}_labels"] = labels
-        is_gray = _is_mnist(kind)
-        arrays[f"{part}_inputs"] = (
-            images[:, None] if is_gray else images.transpose(0, 3, 1, 2)
-        )
+        images = images[:, None] if _is_mnist(kind) else images.transpose(0, 3, 1, 2)
+        arrays |= {f"{part}_labels": labels, f"{part}_inputs": images}
     return arrays
 
 
@@ -184,6 +181,7 @@ def _fetch_command(name: str, data_dir: Path) -> str:
 @contextlib.contextmanager
 def _silent_download() -> Iterator[None]:
     """Let downloads give up on a silent server, and print no progress bar."""
+    # torchvision passes no timeout to urllib, whose default this is.
     before = socket.getdefaulttimeout()
     socket.setdefaulttimeout(TIMEOUT_SECONDS)
     try:
