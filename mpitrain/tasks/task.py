@@ -107,13 +107,14 @@ class Task:
                 f"task={self!r}; expected an object of a class of mpitrain.Task that "
                 "no other Trainer has"
             )
-        self._has_trainer, found = True, weakref.ref(trainer)
+        found: Callable[[], Any] = weakref.ref(trainer)
+        self._has_trainer = True
         if collate_fn is not None:
             self.collate_fn = collate_fn
         vars(self).update(
-            loss=lambda *args: found().loss(*args),  # type: ignore[union-attr]
-            metrics=lambda *args: found().metrics(*args),  # type: ignore[union-attr]
-            all_gather=lambda rows: found().all_gather(rows),  # type: ignore[union-attr]
+            loss=lambda *args: found().loss(*args),
+            metrics=lambda *args: found().metrics(*args),
+            all_gather=lambda rows: found().all_gather(rows),
         )
 
     def set_up(
@@ -160,7 +161,7 @@ class Task:
         A batch without samples has padding alone, for the collectives of the model:
         its values do not count.
         """
-        outputs = model(batch.inputs)
+        outputs = model(batch.inputs)  # before the return: the other ranks wait in it
         if not len(batch):
             return {}
         loss = self.loss(outputs, batch.targets)  # first: it checks the targets

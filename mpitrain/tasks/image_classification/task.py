@@ -74,7 +74,7 @@ class ImageClassification(Task):
         is_bytes = is_bytes and images.ndim == NUM_DIMENSIONS
         self._set_statistics(images, is_bytes=is_bytes)
         self.inputs = _describe_inputs(train, self.mean_std, config.image_size)
-        mean, std = self.mean_std or (None, None)
+        mean, std = self.mean_std or ((), ())
         augmented = ImageTransform(
             dtype=self.dtype,
             seed=config.seed,
@@ -128,7 +128,7 @@ class ImageClassification(Task):
         mix = mixing.draw_mix(self.config, batch.epoch, batch.step, batch.inputs)
         if mix is None:
             return super().training_step(model, batch)
-        outputs = model(mix.apply(batch.inputs))
+        outputs = model(mix.apply(batch.inputs))  # which have the partners in front
         own_loss = self.loss(outputs, batch.targets[1:])
         partners = self.loss(outputs, batch.targets[:-1])
         if not (isinstance(own_loss, Tensor) and isinstance(partners, Tensor)):

@@ -42,9 +42,9 @@ class ImageTransform:
 
     dtype: torch.dtype  # floating-point type of the model's inputs
     seed: int  # the run's seed
-    mean: tuple[float, ...] | None = None
-    """Per channel, in the range 0 to 1; ``None``: the inputs are no images of bytes."""
-    std: tuple[float, ...] | None = None  # per channel
+    mean: tuple[float, ...] = ()
+    """Per channel, in the range 0 to 1; empty: the inputs are no images of bytes."""
+    std: tuple[float, ...] = ()  # per channel
     size: int | None = None  # height and width to resize to; ``None``: do not resize
     border: int = 0
     """Black pixels around, from which an image of the old size is cropped at random."""
@@ -82,7 +82,7 @@ class ImageTransform:
         is_large = images.shape[-2] * images.shape[-1] >= LARGE_PIXELS
         is_bytes = images.dtype == torch.uint8 and images.device.type == "cpu"
         is_float = self.dtype in (torch.float32, torch.float64)
-        has_channels = self.mean is not None and len(self.mean) > 1
+        has_channels = len(self.mean) > 1
         return is_large and is_bytes and is_float and has_channels and not self.border
 
     def _flip_and_normalize(
@@ -93,8 +93,6 @@ class ImageTransform:
         One thread, an image at a time: torch's threads would wait for cores that the
         data workers have. NumPy asks for huge pages, so its new memory costs less.
         """
-        assert self.mean is not None
-        assert self.std is not None
         mean, std = (
             _per_channel(values, self.dtype, images.device)[0].numpy()
             for values in (self.mean, self.std)
@@ -131,7 +129,7 @@ class ImageTransform:
         return _crop(images, sources, corners, size)
 
     def _normalize(self, images: Tensor) -> Tensor:
-        if images.dtype != torch.uint8 or self.mean is None or self.std is None:
+        if images.dtype != torch.uint8 or not self.mean:
             return images.to(self.dtype) if images.is_floating_point() else images
         if len(self.mean) == 1:
             scale = 1 / (255 * self.std[0])
