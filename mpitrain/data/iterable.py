@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch.utils.data import IterableDataset, default_collate, get_worker_info
 
-from mpitrain.data.map_style import PADDING, Collate, Key, raise_if_bad
+from mpitrain.data.map_style import PADDING, Collate, CollatedSamples, Key, raise_if_bad
 from mpitrain.data.randomness import seeded
 from mpitrain.data.samples import CollateFn, LoadedBatch, digest, leaves_of
 from mpitrain.data.sharding import Indices, RankShard, StreamPlace
@@ -43,7 +43,7 @@ _END = object()
 PLAIN = (str, bytes, int, float, np.ndarray, np.generic)
 
 
-class IterableStyle:
+class IterableStyle(CollatedSamples):
     """An iterable-style data set.
 
     `has_shards`: ranks read shards of it; with ``reads_whole`` never, so that samples
@@ -56,7 +56,6 @@ class IterableStyle:
     num_samples = None
     may_skip = True
     is_deterministic = False
-    classes: tuple[str, ...] = ()  # names by label, if they are known
 
     def __init__(
         self,
@@ -68,13 +67,12 @@ class IterableStyle:
         collate_fn: CollateFn = default_collate,
         reads_whole: bool = False,
     ) -> None:
+        super().__init__(Collate(collate_fn, seed))
         self.dataset = dataset
         self.has_shards = hasattr(dataset, "shard") and not reads_whole
-        self.collate = Collate(collate_fn, seed)
         self.seed = seed
         self._num_workers = num_workers
         self._method = method
-        self._first: tuple[Key, Any] | None = None
 
     def num_shards(self, rank_shard: RankShard) -> int:
         """Return into how many shards an epoch is cut; 0: ranks read the whole.
@@ -89,21 +87,6 @@ class IterableStyle:
     def order(self, seed: int, epoch: int) -> Indices:
         """Refuse: only reading tells."""
         raise NotImplementedError
-
-    def example(self, num_rows: int = 1) -> LoadedBatch:
-        """Return the first sample; repeated, if ``num_rows`` are wanted."""
-        if self._first is None:  # read once: in the middle of a training others wait
-            self._first = self._read_first()
-        return raise_if_bad(self.collate([self._first] * num_rows))
-
-    def reread_example(self) -> LoadedBatch:
-        """Read the same sample again; it differs if the stream is random."""
-        return raise_if_bad(self.collate([self._read_first()]))
-
-    def collate_draws(self) -> bool:
-        """Whether ``collate_fn`` draws random numbers; local."""
-        self.example()
-        return self.collate.draws(self._first)
 
     def _read_first(self) -> tuple[Key, Any]:
         with seeded(self.seed, 0, 0):
@@ -153,12 +136,15 @@ class _WorkerBatches(IterableDataset[LoadedBatch]):
             shards = iter([_Numbered(self.dataset, self)])
         shard = next(shards, None)
         batches = (indices for indices in self.rank_shard if len(indices))
+        # DataLoader takes a batch of each worker in turn: so they come in order.
         for indices in itertools.islice(batches, worker, None, num_workers):
             if shard is not None and not self.has_shards:
                 shard.skip(int(indices[0]))  # another rank's
             batch: list[tuple[int, Any]] = []
             place = None
             while shard is not None and len(batch) < len(indices):
+                # Before the first sample: a resume may have to train on all of them,
+                # and compares that one.
                 before = None if batch else shard.state()
                 more = list(itertools.islice(shard, len(indices) - len(batch)))
                 if before is not None and more:
@@ -205,6 +191,7 @@ class _Numbered:
         self.index, self._num_shards, self._worker = index, num_shards, worker
         self._num_read, self._expected, self._dataset = 0, "", dataset
         place = worker.rank_shard.places.get(index)
+        # iter() may shuffle: all that read this stream, or shard, have to agree.
         with seeded(worker.seed, worker.epoch, -1):
             source = iter(dataset)
             self._owner, self._get, load = _state_methods(source, dataset)
@@ -262,7 +249,7 @@ class _Numbered:
         if self._owner is None or not self._num_read or not self._worker.epoch:
             return None  # in an evaluation, too
         state = getattr(self._owner, self._get)()
-        try:
+        try:  # a checkpoint has bytes and JSON alone: docs/decisions/0009
             copied = json.loads(json.dumps(state))
         except (TypeError, ValueError):
             return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import functools
 import itertools
@@ -50,7 +51,38 @@ Key = tuple[int, int]
 """Of a sample: the epoch, and its number."""
 
 
-class MapStyle:
+class CollatedSamples(abc.ABC):
+    """Samples that are read one by one and joined by a `Collate`."""
+
+    classes: tuple[str, ...] = ()  # names by label, if they are known
+
+    def __init__(self, collate: Collate) -> None:
+        self.collate = collate
+
+    @abc.abstractmethod
+    def _read_first(self) -> tuple[Key, Any]:
+        """Return the first sample that can be read, and its key."""
+
+    @functools.cached_property
+    def _first(self) -> tuple[Key, Any]:
+        # Kept, since in the middle of a training the other ranks wait for a read.
+        return self._read_first()
+
+    def example(self, num_rows: int = 1) -> LoadedBatch:
+        """Return the first sample that can be read; repeated, if rows are wanted."""
+        return raise_if_bad(self.collate([self._first] * num_rows))
+
+    def reread_example(self) -> LoadedBatch:
+        """Read the same sample again; it differs if the data set is random."""
+        return raise_if_bad(self.collate([self._read_first()]))
+
+    def collate_draws(self) -> bool:
+        """Whether ``collate_fn`` draws random numbers; local."""
+        self.example()  # with it is decided, before there are workers, what is a pair
+        return self.collate.draws(self._first[1])
+
+
+class MapStyle(CollatedSamples):
     """A `SampleReader` or a custom map-style data set, read sample by sample.
 
     With ``num_workers="auto"`` the cores of `world` bound the number that is found.
@@ -58,8 +90,6 @@ class MapStyle:
     `order` replaces the plain permutation of `Samples.order`; `collate_fn` is
     `DataLoader`'s.
     """
-
-    classes: tuple[str, ...] = ()  # names by label, if they are known
 
     def __init__(
         self,
@@ -75,17 +105,16 @@ class MapStyle:
         order: Callable[[int, int], Indices] | None = None,
         collate_fn: CollateFn = default_collate,
     ) -> None:
+        super().__init__(Collate(collate_fn, seed, skip=skip))
         self.dataset = dataset
         self.num_samples: int = len(dataset)
         self.may_skip = skip
         self.is_deterministic = isinstance(dataset, SampleReader) and not random_crops
         self._sample_dataset = _SampleDataset(dataset, seed, random_crops, skip)
         self._batch_sampler = _BatchSampler()
-        self._collate = Collate(collate_fn, seed, skip=skip)
         self._order = order
         self._loader: DataLoader[Any] | WorkerPool | None = None
-        self._first: tuple[Key, Any] | None = None
-        options: dict[str, Any] = {"collate_fn": self._collate, "pin_memory": pin}
+        options: dict[str, Any] = {"collate_fn": self.collate, "pin_memory": pin}
         if num_workers == "auto":
             assert world is not None
             self._build: Callable[[], DataLoader[Any] | WorkerPool] = functools.partial(
@@ -109,33 +138,17 @@ class MapStyle:
             return epoch_order(self.num_samples, seed, epoch)
         return self._order(seed, epoch)
 
-    def example(self, num_rows: int = 1) -> LoadedBatch:
-        """Return the first sample that can be read; repeated, if rows are wanted."""
-        if self._first is None:  # read once: in the middle of a training others wait
-            self._first = self._find_first()
-        return raise_if_bad(self._collate([self._first] * num_rows))
-
-    def _find_first(self) -> tuple[Key, Any]:
+    def _read_first(self) -> tuple[Key, Any]:
         tries = min(self.num_samples, MAX_TRIES)
         for index in range(tries):
             first = self._sample_dataset[0, index]
-            loaded = raise_if_bad(self._collate([first]))
+            loaded = raise_if_bad(self.collate([first]))
             if len(loaded.indices):
                 return first
         raise DataError(
             f"none of the first {tries} samples can be read; the last is "
             f"{loaded.skipped[0]}"
         )
-
-    def reread_example(self) -> LoadedBatch:
-        """Read the same sample again; it differs if the data set is random."""
-        index = int(self.example().indices[0])
-        return raise_if_bad(self._collate([self._sample_dataset[0, index]]))
-
-    def collate_draws(self) -> bool:
-        """Whether ``collate_fn`` draws random numbers; local."""
-        self.example()
-        return self._collate.draws(self._first)
 
     def batches(self, rank_shard: RankShard, epoch: int) -> Iterator[LoadedBatch]:
         """Read batches, ahead of time if there are workers."""
@@ -152,7 +165,7 @@ class MapStyle:
     def read(self, indices: Indices, epoch: int, min_rows: int) -> LoadedBatch:
         """Read some samples in this process, and repeat the last of fewer."""
         keys = _keys_of(indices, epoch, min_rows)
-        return raise_if_bad(self._collate(self._sample_dataset.__getitems__(keys)))
+        return raise_if_bad(self.collate(self._sample_dataset.__getitems__(keys)))
 
     def close(self) -> None:
         """End the workers."""
@@ -270,6 +283,7 @@ class Collate:
         rows += rows[-1:] * (num_rows - len(rows))
         try:
             batch = self._call(rows, epoch, indices)
+        # Returned, as a `BadSample` is: `raise_if_bad` raises it in the rank.
         except (KeyError, RuntimeError, TypeError) as error:
             if not self._is_default:
                 raise
@@ -291,6 +305,7 @@ class Collate:
             is_text = isinstance(rows[0], str | bytes)
             return isinstance(rows[0], Sequence) and not is_text and _is_pair(batch)
         found = [batch]
+        # Of one and of three samples, since lists of two look like pairs.
         for num in (1, 3) * _is_pair(batch):
             with own_random_state(), contextlib.suppress(Exception):
                 found.append(self._collate_fn(rows[:1] * num))
@@ -303,14 +318,14 @@ class Collate:
             seed_all(batch_seed(self._seed, epoch, indices))
             return self._collate_fn(rows)
 
-    def draws(self, first: tuple[Key, Any] | None) -> bool:
+    def draws(self, sample: Any) -> bool:
         """Whether ``collate_fn`` draws from torch, numpy or `random`; local."""
-        if self._is_default or first is None:
+        if self._is_default:
             return False
         with own_random_state():
             before = random_state()
             with contextlib.suppress(Exception):  # raised again for a real batch
-                self._collate_fn([first[1]] * PAIR)  # of one it may mix nothing
+                self._collate_fn([sample] * PAIR)  # of one it may mix nothing
             return random_state() != before
 
 
