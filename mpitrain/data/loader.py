@@ -106,6 +106,7 @@ class BatchLoader:
             return
         steps = rank_shard.steps()
         if isinstance(self.samples, InMemory):
+            # A group may span steps: it is asked for before its first step is yielded.
             steps, ahead = itertools.tee(steps)
             asked = (rows for _, micro_batches in ahead for rows in micro_batches)
             batches = self._prepare_many(self.samples, asked, rank_shard, epoch)
@@ -159,27 +160,23 @@ class BatchLoader:
         self.places = dict(rank_shard.places)
         if isinstance(self.samples, IterableStyle):
             self.num_shards = self.samples.num_shards(rank_shard)
-        ahead = self._read(rank_shard, epoch)
-        now = next(ahead, None)
-        for number in itertools.count(rank_shard.first_step):
-            if now is None:
-                return
+        ahead = itertools.chain(self._read(rank_shard, epoch), [None])
+        # A step's all-reduce is in flight while the next step is read.
+        pairs = itertools.pairwise(ahead)
+        for number, (now, following) in enumerate(pairs, rank_shard.first_step):
+            assert now is not None
             batches, count, work = now
-            following = next(ahead, None)
             work.wait()
-            num_samples = int(count)
-            if num_samples:
+            if num_samples := int(count):
                 ready = (self._taken(batch, rank_shard, epoch) for batch in batches)
                 yield RankStep(number, num_samples, len(batches), ready)
-                now = following
                 continue
             for batch in batches:
                 self.skipped += batch.skipped
-            if rank_shard.order is None:  # all ranks are dry
-                if following is not None:
+            if rank_shard.order is None:  # no rank has read a sample: the stream ends
+                if following is not None:  # every rank has started it
                     following[2].wait()
                 return
-            now = following
 
     def _read(
         self, rank_shard: RankShard, epoch: int
@@ -213,12 +210,13 @@ class BatchLoader:
 
     def _prepare(self, loaded: LoadedBatch, rows: Indices, epoch: int) -> LoadedBatch:
         """Move a batch to the device and transform it; ``rows`` are its samples."""
-        device, is_pair = self._world.device, loaded.targets is not None
+        device = self._world.device
         inputs = self._transform(to_device(loaded.inputs, device), rows, epoch)
-        targets = inputs
-        if is_pair:
-            targets = to_device(loaded.targets, device)
-            targets = to_dtype(targets, self._dtype) if self._dtype else targets
+        if loaded.targets is None:
+            # The same object: by that `DataLoader` knows a batch that is no pair.
+            return LoadedBatch(inputs, inputs, loaded.indices)
+        targets = to_device(loaded.targets, device)
+        targets = to_dtype(targets, self._dtype) if self._dtype else targets
         return LoadedBatch(inputs, targets, loaded.indices)
 
     def _example(self, num_rows: int) -> LoadedBatch:
