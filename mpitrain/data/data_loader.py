@@ -139,13 +139,13 @@ class DataLoader:
         )
         with contextlib.closing(self._loader.steps(rank_shard, epoch)) as steps:
             for step in steps:
-                num, last = step.num_samples, step.num_micro_batches
                 for number, batch in enumerate(step.micro_batches, 1):
-                    self.num_samples, self.indices = num, batch.indices
-                    self.sync_gradients = number == last
+                    self.num_samples, self.indices = step.num_samples, batch.indices
+                    self.sync_gradients = number == step.num_micro_batches
+                    # Not after the yield: a loop saves before it asks for more.
                     if self.sync_gradients:
                         self.step = step.number + 1
-                    yield self._content(batch), self._weights(batch, num)
+                    yield self._content(batch), self._weights(batch)
         self.epoch, self.step = epoch + 1, 0
 
     def state_dict(self) -> dict[str, Any]:
@@ -177,9 +177,10 @@ class DataLoader:
         is_pair = batch.targets is not batch.inputs
         return (batch.inputs, batch.targets) if is_pair else batch.inputs
 
-    def _weights(self, batch: Batch, num_samples: int) -> Tensor:
+    def _weights(self, batch: Batch) -> Tensor:
         weights = torch.zeros(batch.num_rows, dtype=torch.float64)
-        weights[: len(batch)] = self._world.world_size / num_samples
+        # Times the ranks, by whose number DDP and FSDP divide.
+        weights[: len(batch)] = self._world.world_size / self.num_samples
         return weights.to(self._world.device)
 
 

@@ -33,6 +33,7 @@ def uniform(
     columns = np.arange(num, dtype=np.uint64)
     counters = indices.astype(np.uint64)[:, None] * np.uint64(num) + columns
     bits = _mixed(_mixed(counters * _STEP + key) + key)
+    # As many bits as a float64 holds: more could be rounded up to 1.
     return np.asarray((bits >> np.uint64(11)).astype(np.float64) * 2.0**-53)
 
 
@@ -62,6 +63,7 @@ def _mixed(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 def sample_seeds(seed: int, epoch: int, indices: Sequence[int]) -> list[int]:
     """Return the seed of each of some samples of a custom data set."""
     found = uniform(seed, epoch, np.array(indices, np.int64), 1, "sample")[:, 0]
+    # `numpy.random.seed` takes 32 bits.
     seeds: list[int] = (found * 2**32).astype(np.int64).tolist()
     return seeds
 

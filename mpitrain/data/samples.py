@@ -137,6 +137,7 @@ def digest(tree: Any) -> str:
     found = hashlib.sha256()
     for leaf in leaves_of(tree):
         if isinstance(leaf, Tensor):
+            # As bytes: NumPy has no bfloat16.
             raw = leaf.cpu().reshape(-1).contiguous().view(torch.uint8)
             found.update(raw.numpy().tobytes())
     return found.hexdigest()[:16]

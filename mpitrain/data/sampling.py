@@ -90,6 +90,7 @@ class Sampling:
             raise DataError(f"{what} is empty; expected a batch at least")
         digest = hashlib.sha256()
         for batch in batches:
+            # With their lengths: other cuts of the same numbers are other steps.
             digest.update(len(batch).to_bytes(8, "little") + batch.tobytes())
         return EpochOrder(
             np.concatenate(batches),
@@ -121,6 +122,7 @@ class Sampling:
         if not hasattr(self._source, "__iter__"):
             return self._source(seed, epoch)
         for part in _parts(self._source):
+            # Its own generator has drawn before, in this job alone.
             if isinstance(getattr(part, "generator", None), torch.Generator):
                 part.generator.manual_seed(torch.initial_seed())
             if hasattr(part, "set_epoch"):

@@ -102,6 +102,7 @@ class WorkerPool:
         }
         num = world.num_cores
         self._most = max(MIN_WORKERS, 2 * num)
+        # The first try leaves the rank a core.
         self.tuner = WorkerTuner(min(MIN_WORKERS, num - 1), self._most)
         self._rank = _Worker(dataset, options)
         self._given = deque[tuple[_Worker, Keys, list[Keys]]]()
@@ -128,7 +129,7 @@ class WorkerPool:
             waited += time.perf_counter() - before
             self._give(asked)  # before the step: they work meanwhile
             yield batch
-            if keys is not step[-1]:
+            if keys is not step[-1]:  # a time is from one step's end to the next one's
                 continue
             now = time.perf_counter()
             if since is not None and not self.tuner.is_done:

@@ -146,6 +146,6 @@ def _end_with_rank(worker: int) -> None:
 
     def wait() -> None:
         rank.join()
-        os._exit(1)
+        os._exit(1)  # `sys.exit` would end this thread alone
 
     threading.Thread(target=wait, daemon=True).start()
