@@ -40,7 +40,7 @@ STATE_METHODS = ("state_dict", "load_state_dict"), ("get_state", "set_state")
 
 _END = object()
 
-PLAIN = (str, bytes, int, float, np.ndarray, np.generic)
+PLAIN = (str, bytes, int, float, np.generic)
 
 
 class IterableStyle(CollatedSamples):
@@ -266,7 +266,15 @@ def _state_methods(*streams: Any) -> tuple[Any, str, str]:
 
 def _digest(sample: Any) -> str:
     """Return a text that is equal for equal samples; other objects do not count."""
-    plain = [it for it in leaves_of(sample) if isinstance(it, PLAIN)]
+    plain: list[Any] = []
+    for leaf in leaves_of(sample):
+        if isinstance(leaf, PLAIN):
+            plain.append(leaf)
+        elif isinstance(leaf, np.ndarray):
+            # All of it: repr() leaves out the middle of an array of over 1000 numbers.
+            # Of objects tobytes() would be their addresses.
+            values = leaf.tolist() if leaf.dtype.hasobject else leaf.tobytes()
+            plain.append((leaf.dtype.str, leaf.shape, values))
     text = bytearray(repr(plain).encode())
     return digest([sample, torch.frombuffer(text, dtype=torch.uint8)])
 
