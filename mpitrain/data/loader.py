@@ -105,7 +105,10 @@ class BatchLoader:
             yield from self._of_unknown_size(rank_shard, epoch)
             return
         steps = rank_shard.steps()
-        if isinstance(self.samples, InMemory):
+        # What a task's transform made of tensors, such as a dict, is not cut by rows.
+        if isinstance(self.samples, InMemory) and isinstance(
+            self._example(1).inputs, Tensor
+        ):
             # A group may span steps: it is asked for before its first step is yielded.
             steps, ahead = itertools.tee(steps)
             asked = (rows for _, micro_batches in ahead for rows in micro_batches)

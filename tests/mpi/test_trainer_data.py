@@ -319,6 +319,31 @@ def test_a_transform_that_draws_is_told_or_refused(
         fit(bitwise=True)
 
 
+class ByName(Task):
+    """The model is given arguments by name."""
+
+    def transform(self, inputs: Any, *args: Any, is_training: bool) -> Any:
+        return {"images": super().transform(inputs, *args, is_training=is_training)}
+
+
+def test_a_transform_may_make_something_else_of_tensors(world: World) -> None:
+    def losses(task: Task) -> list[float]:
+        history, data = History(), some(NUM_SAMPLES)
+        Trainer(
+            Net(),
+            data,
+            data,
+            config_of(micro_batch_size=2),
+            world=world,
+            task=task,
+            loss=cross_entropy,
+            callbacks=[history],
+        ).fit()
+        return history.losses
+
+    assert losses(ByName()) == losses(Task())
+
+
 class Mirrored(TensorDataset):
     """Its own method changes what its tensors hold."""
 
