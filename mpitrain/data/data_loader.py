@@ -78,7 +78,7 @@ class DataLoader:
     ) -> None:
         world = require_world("mpitrain.DataLoader")
         sizes = {"global_batch_size": global_batch_size, "min_rows": min_rows}
-        sizes["micro_batch_size"] = micro_batch_size or 1
+        sizes["micro_batch_size"] = 1 if micro_batch_size is None else micro_batch_size
         for name, value in sizes.items():
             if value < 1:
                 raise UsageError(

@@ -409,6 +409,8 @@ def test_what_does_not_fit_is_refused_by_name_on_all_ranks(
     ranks: Communicator,  # noqa: F811
     run_dir: Path,  # noqa: F811
 ) -> None:
+    with pytest.raises(UsageError, match="micro_batch_size is 0; expected 1 or more"):
+        DataLoader(torch.arange(7.0), 3, micro_batch_size=0)
     model = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     checkpointer = Checkpointer(run_dir / "a")
