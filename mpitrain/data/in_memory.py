@@ -50,6 +50,7 @@ class InMemory:
 
     def batch(self, indices: Indices) -> LoadedBatch:
         """Gather some samples."""
+        # Memory that is not pinned is copied before the call returns: it may be reused.
         chosen = torch.from_numpy(indices).to(self.inputs.device, non_blocking=True)
         return LoadedBatch(
             self.inputs.index_select(0, chosen),

@@ -1,4 +1,11 @@
-"""From a data set to this rank's batches of every step, on its device."""
+"""From a data set to this rank's batches of every step, on its device.
+
+Where all samples are known, nothing is communicated: a `RankShard` says whose each is.
+Of streams, and where samples may be skipped, ranks all-reduce the size of each step:
+
+    read step n + 1 -> start the all-reduce of its size -> wait for that of step n
+    -> yield step n, unless no rank has a sample of it -> read step n + 2 ...
+"""
 
 from __future__ import annotations
 
@@ -164,7 +171,6 @@ class BatchLoader:
         if isinstance(self.samples, IterableStyle):
             self.num_shards = self.samples.num_shards(rank_shard)
         ahead = itertools.chain(self._read(rank_shard, epoch), [None])
-        # A step's all-reduce is in flight while the next step is read.
         pairs = itertools.pairwise(ahead)
         for number, (now, following) in enumerate(pairs, rank_shard.first_step):
             assert now is not None
@@ -194,10 +200,9 @@ class BatchLoader:
             yield batches, count, dist.all_reduce(count, async_op=True)
 
     def _taken(self, loaded: LoadedBatch, rank_shard: RankShard, epoch: int) -> Batch:
-        """Count a batch as read, when its step takes it; return it.
-
-        Not before: a validation, and a checkpoint, may come between.
-        """
+        """Count a batch as read; return it."""
+        # When its step takes it, not when it is read: a validation, and a checkpoint,
+        # may come between.
         self.skipped += loaded.skipped
         if loaded.place is not None:
             self.places.update([loaded.place])

@@ -46,10 +46,9 @@ def rank_seed(seed: int, rank: int) -> int:
 @functools.lru_cache(maxsize=64)
 def _key(seed: int, epoch: int, purpose: str) -> npt.NDArray[np.uint64]:
     """Mix what all samples of an epoch have in common, uint64 `(1,)`."""
-    key = np.zeros(1, np.uint64)
-    with np.errstate(over="ignore"):
-        for part in (seed, epoch, *purpose.encode()):
-            key = _mixed((key ^ np.uint64(part)) + _STEP)
+    key = np.zeros(1, np.uint64)  # no scalar: NumPy warns where these wrap around
+    for part in (seed, epoch, *purpose.encode()):
+        key = _mixed((key ^ np.uint64(part)) + _STEP)
     return key
 
 

@@ -143,11 +143,9 @@ class WorkerPool:
             since, waited = now, 0.0
 
     def close(self) -> None:
-        """End the workers, also where one was killed: its error may hold the others.
-
-        Torch's handler of SIGCHLD would raise about that one again, in the middle of
-        the end of each of the others, which then takes ten seconds.
-        """
+        """End the workers, also where one was killed: its error may hold the others."""
+        # Torch's handler of SIGCHLD would raise about that one again, in the middle of
+        # the end of each of the others, which then takes ten seconds.
         is_main = threading.current_thread() is threading.main_thread()
         handler = signal.signal(signal.SIGCHLD, signal.SIG_DFL) if is_main else None
         try:

@@ -64,11 +64,9 @@ def build_loader(dataset: Any, **options: Any) -> DataLoader[Any]:
 
 
 def _start_helpers(context: BaseContext | None) -> None:
-    """Start Python's helper processes with USR1, USR2 and TERM blocked.
-
-    mpirun and schedulers send these to all processes of a rank. The rank handles them,
-    and needs its workers for that.
-    """
+    """Start Python's helper processes with USR1, USR2 and TERM blocked."""
+    # mpirun and schedulers send these to all processes of a rank. The rank handles
+    # them, and needs its workers for that.
     signals = {signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM}
     before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
     try:
@@ -133,12 +131,10 @@ def _death_of_worker(error: Exception) -> str | None:
 
 
 def _end_with_rank(worker: int) -> None:
-    """Let this worker end as soon as its rank has ended.
-
-    Torch's workers check now and then whether their parent is alive. But the parent of
-    fork server workers is the server, which stays until the last of them has ended:
-    those of a killed rank would stay forever.
-    """
+    """Let this worker end as soon as its rank has ended."""
+    # Torch's workers check now and then whether their parent is alive. But the parent
+    # of fork server workers is the server, which stays until the last of them has
+    # ended: those of a killed rank would stay forever.
     del worker
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # as `_start_helpers`
     rank = multiprocessing.parent_process()

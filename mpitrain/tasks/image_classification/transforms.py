@@ -88,11 +88,9 @@ class ImageTransform:
     def _flip_and_normalize(
         self, images: Tensor, indices: Indices, epoch: int
     ) -> Tensor:
-        """Do the same as `_augment` and `_normalize`, to the bit, by NumPy.
-
-        One thread, an image at a time: torch's threads would wait for cores that the
-        data workers have. NumPy asks for huge pages, so its new memory costs less.
-        """
+        """Do the same as `_augment` and `_normalize`, to the bit, by NumPy."""
+        # One thread, an image at a time: torch's threads would wait for cores that the
+        # data workers have. NumPy asks for huge pages, so its new memory costs less.
         mean, std = (
             _per_channel(values, self.dtype, images.device)[0].numpy()
             for values in (self.mean, self.std)
