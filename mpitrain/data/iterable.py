@@ -225,17 +225,18 @@ class _Numbered:
         self._num_read += 1
         return number, sample
 
-    def _read_again(self, num_read: int) -> None:
+    def _read_again(self, number: int) -> None:
         """Begin with the first sample again, and drop those that were trained."""
         logger.warning(
             "%s.%s() does not lead to the sample that followed, number %d: a shuffle "
             "buffer may be missing in it. The data set is read again up to there",
             type(self._owner).__name__,
             self._get,
-            num_read,
+            number,
         )
         with seeded(self._worker.seed, self._worker.epoch, -1):
             self._source = iter(self._dataset)
+        # Without an owner: what is wrong once more is an error, and no place is saved.
         self._owner, num_read, self._num_read = None, self._num_read, 0
         self.skip(num_read)
 
