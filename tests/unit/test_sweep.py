@@ -220,6 +220,10 @@ def test_flags_in_the_spelling_of_wandbs_agent_are_taken() -> None:
         ("space: {lr: {lgo: [1, 2]}}", "lr: found {'lgo': [1, 2]}; expected a list"),
         ("space: {lr: {log: [0, 2]}}", "lr: log: found [0, 2], expected [lowest, hi"),
         ("space: {lr: {uniform: [3, 2]}}", "lr: uniform: found [3, 2], expected"),
+        ("space: {lr: {uniform: [0, .inf]}}", "lr: uniform: found [0, inf], expected"),
+        ("space: {epochs: {int: [1.5, 3]}}", "epochs: int: found [1.5, 3], expected"),
+        ("space: {epochs: {int: [1, 8, 0]}}", "epochs: int: found [1, 8, 0], expect"),
+        ("space: {lr: {uniform: [0, 1, -0.1]}}", "lr: uniform: found [0, 1, -0.1]"),
         ("space: {lr: {choices: []}}", "lr: expected a list of numbers and words"),
         ("metric: accuracy\nspace: {lr: [1]}", "metric 'accuracy': expected max:NAME"),
         (

@@ -287,11 +287,13 @@ def _parameter(name: str, found: Any, before: Sequence[str]) -> Parameter:
         return Parameter(name, "categorical", choices, {}, condition, probabilities)
     is_int, is_log = kind.endswith("int"), kind.startswith("log")
     try:
-        low, high, *step = map(int if is_int else float, values)
-    except (TypeError, ValueError):
+        low, high, *step = map(_whole if is_int else float, values)
+    except (TypeError, ValueError, OverflowError):
         low, high, step = 1, 0, []
-    # Not `low > high`, for NaN.
-    if not low <= high or len(step) > (not is_log) or (is_log and low <= 0):
+    # Optuna would raise for others at the first trial, in the server.
+    is_right = low <= high and all(map(math.isfinite, (low, high, *step)))
+    is_right &= all(it > 0 for it in step) and len(step) <= (not is_log)
+    if not is_right or (is_log and low <= 0):
         expected = "[lowest, highest] above 0" if is_log else "[lowest, highest, step]"
         raise UsageError(f"{name}: {kind}: found {values!r}, expected {expected}")
     options = {"log": True} if is_log else {"step": step[0]} if step else {}
@@ -308,6 +310,12 @@ def _probabilities(name: str, found: Any, num: int) -> Sequence[float]:
         f"{name}: probabilities: found {found}, expected {num} numbers from 0 to 1 "
         "whose sum is 1"
     )
+
+
+def _whole(value: Any) -> int:
+    if (number := int(value)) != float(value):
+        raise ValueError  # `int` would cut it in silence
+    return number
 
 
 def _number(value: Value) -> Value:
