@@ -87,6 +87,14 @@ def test_addresses_and_both_orders_of_slots_are_read(
     assert text_of(HostfileConfig(from_file=file), {}) == f"{written}\n"
 
 
+def test_only_the_excluded_one_of_some_addresses_is_left_out(tmp_path: Path) -> None:
+    file = tmp_path / "hosts"
+    file.write_text("10.0.0.1:2\n10.0.0.2:2\nn3.a.org:2\nn4:2\n")
+    excluded = ("10.0.0.1", "n3", "n4.a.org")
+    text = text_of(HostfileConfig(from_file=file, exclude=excluded), {})
+    assert text == "10.0.0.2 slots=2\n"
+
+
 def test_an_ipv6_address_is_refused_where_mpich_cannot_read_it(tmp_path: Path) -> None:
     file = tmp_path / "hosts"
     file.write_text("fe80::1 slots=2\n")

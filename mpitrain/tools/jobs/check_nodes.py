@@ -108,6 +108,15 @@ def judge(
     return good, bad
 
 
+def short_name(host: str) -> str:
+    """Return a host's name without its domain, and an address as it is.
+
+    >>> short_name("n1.example.org"), short_name("10.0.0.1")
+    ('n1', '10.0.0.1')
+    """
+    return host if re.fullmatch(r"[\d.]+", host) else host.partition(".")[0]
+
+
 def _start(
     names: Sequence[str], start: Sequence[str], seconds: float
 ) -> tuple[dict[str, int], str]:
@@ -128,10 +137,10 @@ def _start(
         end_session(process)
         output.seek(0)
         text = output.read()
-    is_unique = len({name.partition(".")[0] for name in names}) == len(names)
+    is_unique = len({*map(short_name, names)}) == len(names)
 
     def key(name: str) -> str:  # with a domain, or without
-        return name.partition(".")[0] if is_unique else name
+        return short_name(name) if is_unique else name
 
     found = {
         key(host): int(count)

@@ -23,6 +23,7 @@ from mpitrain.mpi.launchers import DEFAULT_FORMAT, HOST_FILE_LINES, HostFileForm
 from mpitrain.schedulers import detect, read_allocation
 from mpitrain.schedulers.allocation import AllocatedNode
 from mpitrain.settings import check_values, setting
+from mpitrain.tools.jobs.check_nodes import check_nodes, short_name
 
 MAX_SLOTS = r"(?:\s+max[-_]slots=[1-9]\d*)?"
 # An IPv6 address has a count behind a colon only where it is in brackets.
@@ -141,8 +142,8 @@ def text_of(
         comment, nodes = f"# {job}\n", _with_gpu_slots(nodes, config.gpus, job)
     if config.slots is not None:
         nodes = tuple(replace(n, slots=config.slots) for n in nodes)
-    short = {name.partition(".")[0] for name in config.exclude}
-    nodes = tuple(n for n in nodes if n.hostname.partition(".")[0] not in short)
+    excluded = {*map(short_name, config.exclude)}
+    nodes = tuple(n for n in nodes if short_name(n.hostname) not in excluded)
     if config.probe:
         nodes = _usable(nodes, mpirun, config.probe_seconds, environ)
     nodes = nodes[: config.nodes]
@@ -159,8 +160,6 @@ def _usable(
     seconds: float,
     environ: Mapping[str, str],
 ) -> tuple[AllocatedNode, ...]:
-    from mpitrain.tools.jobs.check_nodes import check_nodes
-
     try:
         good, bad = check_nodes(nodes, mpirun, seconds, environ)
     except OSError as error:
