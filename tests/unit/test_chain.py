@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -291,6 +292,30 @@ def test_a_full_disk_keeps_no_training_from_its_restart(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert starts.read_text() == "\n\n"
     assert "status.restarts is not renewed: [Errno 27] File too large" in done.stderr
+
+
+def test_a_probe_that_fails_is_not_told_as_the_error_of_the_start_before(
+    tmp_path: Path,
+) -> None:
+    """The second start is not begun: no node answers its probe."""
+    mpirun, run_dir = tmp_path / "mpirun", tmp_path / "run"
+    run_dir.mkdir()
+    result = json.dumps({"status": "failed", "error": "ValueError: of the first start"})
+    opened = json.dumps({"run_dir": str(run_dir), "result_time": None})
+    mpirun.write_text(
+        "#!/bin/sh\n"
+        '[ "$1" = --hostfile ] || exit 1\n'  # as the probe starts it
+        f"echo '{result}' >{run_dir}/result.json\n"
+        f"echo '{opened}' >$MPITRAIN_STATUS_FILE.run\n"
+        "exit 1\n"
+    )
+    mpirun.chmod(0o755)
+    (tmp_path / "hosts").write_text("localhost\n")
+    words = ["--restarts", "5", "--probe-seconds", "2", "--launcher", "openmpi", "--"]
+    words += [str(mpirun), "--hostfile", f"{tmp_path}/hosts", sys.executable, "x.py"]
+    said = supervise(words, dict(os.environ)).stderr
+    assert said.count("ValueError: of the first start") == 1, said
+    assert "no node answers" in said
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGHUP, signal.SIGINT])

@@ -327,6 +327,7 @@ def _train(
     action: chain.Action = "retry"
     while action == "retry":
         status, started = 0, time.monotonic()
+        supervisor.error = ""  # a probe that fails has not that of the start before
         if probes and nodes.probe:
             # Those without a host file find a node that does not work by themselves.
             status = supervisor.run(nodes.begin_probe(), environ, send_usr2=True)
