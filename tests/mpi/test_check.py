@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import math
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -49,6 +52,15 @@ def test_a_sum_in_the_place_of_an_average_is_found(
     if world.world_size > 1:
         _, (finding,) = communication.check_gradients(job, world)
         assert finding.found.startswith("FSDP's gradients differ")
+
+
+def test_gradients_that_are_infinite_are_told_as_json(
+    job: mpitrain.Job, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(communication, "gradient_difference", lambda *_: math.inf)
+    part, findings = communication.check_gradients(job, world)
+    assert findings[0].name == "wrong-gradients"
+    json.dumps(part, allow_nan=False)
 
 
 def test_all_nodes_reach_each_other(job: mpitrain.Job, apart: World) -> None:

@@ -194,7 +194,7 @@ def check_gradients(job: Job, world: World) -> tuple[Part, list[Finding]]:
         worst = max(far or range(len(by_rank)), key=by_rank.__getitem__)
         largest = by_rank[worst]
         part[strategy] = {
-            "largest_difference": None if math.isnan(largest) else largest,
+            "largest_difference": largest if math.isfinite(largest) else None,
             "tolerance": tolerance,
         }
         if far:
