@@ -94,10 +94,9 @@ class Chain:
             return "end"
         ended = error or f"ended with status {status}"
         if status != Stopped.exit_status:
-            if self.run_dir is not None or self.max_restarts is None:
-                has_progress = self.step > step_before
-            else:  # a script without a run folder shows no other progress
-                has_progress = seconds >= SHORT_SECONDS
+            has_progress = self.step > step_before
+            if self.run_dir is None and self.max_restarts is not None:
+                has_progress = seconds >= SHORT_SECONDS  # a script shows no other
             self._causes = [] if has_progress else [*self._causes, _cause_of(error)]
             if self._has_come_back() or self.num_failures >= MAX_FAILURES:
                 where = f"{self.run_dir}/logs" if self.run_dir else "its output"
@@ -158,10 +157,10 @@ def _cause_of(error: str) -> str:
     >>> _cause_of("[rank 2/8 b] its host is lost: no word from it for 6 s")
     '[rank 2/8 b] its host is lost: no word from it for  s'
     """
-    found = re.match(r"(\[rank .*?\] )?(.*)", error, re.DOTALL)
-    assert found is not None
-    text = found[2].partition(" did not arrive:")[0]  # of a hang: not who waits where
-    label, text = found[1] or "", re.sub(r"\d+", "", text)
+    text = re.sub(r"^\[rank .*?\] ", "", error)
+    label = error[: len(error) - len(text)]
+    text = text.partition(" did not arrive:")[0]  # of a hang: not who waits where
+    text = re.sub(r"\d+", "", text)
     return label + text if OF_ITS_RANK.search(text) else text
 
 
@@ -258,14 +257,13 @@ def requeue(
 
 def _furthest_step(run_dir: Path | None) -> int:
     """Return the last step that is recorded or saved; of a sweep, of all trials."""
+    if run_dir is None:
+        return 0
     with suppress(OSError):
-        trials = [*run_dir.glob("trial-*")] if run_dir else []
-        if trials:
+        if trials := [*run_dir.glob("trial-*")]:
             return sum(map(_furthest_step, trials))
-        if run_dir is not None:
-            saved = [found.step for found in list_checkpoints(run_dir)]
-            recorded = progress_of(run_dir / "metrics.jsonl").get("steps", 0)
-            return max([*saved, recorded])
+        saved = [found.step for found in list_checkpoints(run_dir)]
+        return max([*saved, progress_of(run_dir / "metrics.jsonl").get("steps", 0)])
     return 0
 
 

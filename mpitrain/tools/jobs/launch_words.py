@@ -82,14 +82,15 @@ def parse_words(words: Sequence[str], launcher: Launcher) -> LaunchWords:
         raise UsageError(
             f"expected mpirun ... python ... after --, found {shlex.join(words)}"
         )
+    program = tuple(words[end:])
+    if not launcher.host_file:  # its nodes are the job's: as given
+        return LaunchWords(launcher=launcher, start=tuple(words[:end]), program=program)
     start, host_file, num_ranks = [words[0]], None, None
     rest = iter(words[1:end])
     for word in rest:
         is_known = word in HOST_FILE or (word in NUM_RANKS and num_ranks is None)
         value = next(rest, "") if is_known else ""
-        if not launcher.host_file:  # its nodes are the job's: as given
-            start += [word, value] if value else [word]
-        elif word in HOST_FILE:
+        if word in HOST_FILE:
             host_file = Path(value)
         elif value.isdecimal():
             num_ranks = int(value)
@@ -100,5 +101,5 @@ def parse_words(words: Sequence[str], launcher: Launcher) -> LaunchWords:
         start=tuple(start),
         host_file=host_file,
         num_ranks=num_ranks,
-        program=tuple(words[end:]),
+        program=program,
     )

@@ -139,14 +139,14 @@ class Supervisor:
         environ: Mapping[str, str],
         *,
         send_usr2: bool,
-        has_failed: Callable[[], bool] | None = None,
+        status_file: Path | None = None,
     ) -> int:
         """Run a program with TERM blocked, and return its exit status.
 
         75 if it was not started, since the job is stopping. USR2 stops it, or TERM to
         its ranks on this host, unless the scheduler has signalled them.
-        When ``has_failed`` it has `LINGER_SECONDS` to end: mpirun may wait for a host
-        that is gone.
+        Once ``status_file`` has an error, the program has `LINGER_SECONDS` to end:
+        mpirun may wait for a host that is gone.
         """
         failed_at, is_told = math.inf, False
         self._wait(0.0)
@@ -167,14 +167,14 @@ class Supervisor:
             while process.poll() is None:
                 with contextlib.suppress(KeyError, OSError):
                     os.utime(Path(environ[STATUS_FILE]).parent)  # it is not left behind
-                if self._wait(60.0 if has_failed is None else 1.0) and not is_told:
+                if self._wait(1.0 if status_file else 60.0) and not is_told:
                     is_told = True  # a second signal would end ranks that save
                     time.sleep(0.5)  # until a scheduler has signalled mpirun, too
                     if send_usr2:
                         process.send_signal(signal.SIGUSR2)
                     else:
                         _terminate_ranks(process.pid, environ)
-                if has_failed is not None and failed_at == math.inf and has_failed():
+                if failed_at == math.inf and _is_failed(_status_in(status_file)):
                     failed_at = time.monotonic()
                 if time.monotonic() >= min(self._kill_at, failed_at + LINGER_SECONDS):
                     self._kill_at = math.inf
@@ -201,21 +201,20 @@ class Supervisor:
             command,
             environ,
             send_usr2=launcher.forwards_usr2,
-            has_failed=partial(_is_failed, file) if may_restart(environ) else None,
+            status_file=file if may_restart(environ) else None,
         )
-        if (run := opened_run(environ)) is not None:
-            end_job(run.run_dir, began)
+        opened, written = opened_run(environ), _status_in(file)
+        if opened is not None:
+            end_job(opened.run_dir, began)
         if status == 0 or not launcher.passes_status:
-            try:
-                status = int(file.read_text())
-            except (OSError, ValueError):
-                # A script without `run` writes none; its run folder may tell.
+            if written is not None:
+                status = written
+            else:  # a script without `run` writes none; its run folder may tell
                 status = status or int(MODULE in " ".join(command))
-                if status == 0 and (opened := opened_run(environ)) is not None:
+                if status == 0 and opened is not None:
                     result = read_result(opened.run_dir)
                     status = int(result.get("status") in ("running", "failed"))
-        is_failed = status not in (0, Stopped.exit_status)
-        self.error = _error_of(environ) if is_failed else ""
+        self.error = _error_of(environ) if _is_failed(status) else ""
         return status
 
     def _wait(self, seconds: float) -> bool:
@@ -387,11 +386,16 @@ def _token(folder: Path) -> str:
     return folder.name.lstrip(".")
 
 
-def _is_failed(status_file: Path) -> bool:
-    """Whether rank zero has written that it ends with an error."""
-    with contextlib.suppress(OSError, ValueError):
-        return int(status_file.read_text()) not in (0, Stopped.exit_status)
-    return False
+def _status_in(file: Path | None) -> int | None:
+    """Return the status that rank zero has written; ``None``: none yet."""
+    if file is not None:
+        with contextlib.suppress(OSError, ValueError):
+            return int(file.read_text())
+    return None
+
+
+def _is_failed(status: int | None) -> bool:
+    return status not in (None, 0, Stopped.exit_status)
 
 
 def _error_of(environ: Mapping[str, str]) -> str:
