@@ -258,6 +258,10 @@ def test_flags_in_the_spelling_of_wandbs_agent_are_taken() -> None:
             "early_terminate: found {'type': 'hyperband', 's': 2, 'strict': True}; exp",
         ),
         (
+            "early_terminate: true\nparameters: {lr: {value: 1}}",
+            "early_terminate: found True; expected type: hyperband,",
+        ),
+        (
             "early_terminate: {type: envelope}\nparameters: {lr: {value: 1}}",
             "early_terminate: found {'type': 'envelope'}; expected type: hyperband,",
         ),

@@ -142,11 +142,10 @@ class Search:
 def check_names(names: Iterable[str], of_task: Collection[str] | None = None) -> None:
     """Check that flags may vary; ``of_task``: those of its arguments, if known."""
     facts = facts_of(TrainConfig)
-    known = [it.name for it in fields(TrainConfig) if it.name in facts]  # not launch
     known = [
-        name
-        for name in known
-        if facts[name].has_flag and not facts[name].is_set_by_sweep
+        it.name
+        for it in fields(TrainConfig)  # `launch` has no facts
+        if (of := facts.get(it.name)) and of.has_flag and not of.is_set_by_sweep
     ]
     known += of_task or ()
     for name in names:
@@ -342,15 +341,14 @@ def _from_wandb(found: Mapping[str, Any]) -> dict[str, Any]:
         ours["metric"] = f"{mode}:{str(metric['name']).removeprefix('val/')}"
     if early := found.get("early_terminate"):
         known: dict[str, Any] = {"type": "hyperband", "eta": 3, "s": 2}
-        known["max_iter"] = None
-        other = early.get("type", "hyperband") != "hyperband"
-        if other or {*early} - {*known, "min_iter"}:
+        known |= {"min_iter": 1, "max_iter": None}
+        given = known | early if isinstance(early, dict) else {}
+        if given.keys() != known.keys() or given["type"] != "hyperband":
             expected = "type: hyperband, eta, and min_iter or max_iter and s"
             raise UsageError(f"early_terminate: found {early}; expected {expected}")
-        known |= {"min_iter": 1, **early}
-        eta, least = known["eta"], known["min_iter"]
-        if known["max_iter"] is not None:  # the first bracket of W&B's s
-            least = max(1, known["max_iter"] // eta ** known["s"])
+        eta, least = given["eta"], given["min_iter"]
+        if given["max_iter"] is not None:  # the first bracket of W&B's s
+            least = max(1, given["max_iter"] // eta ** given["s"])
         options = {"reduction_factor": eta, "min_resource": least}
         ours["pruner"] = {"name": "hyperband", **options}
     return ours
@@ -369,10 +367,9 @@ def _wandb_parameter(name: str, found: Any) -> Any:
     if is_range and low is not None and high is not None:
         if kind == "log_uniform":  # of exponents of e
             return {"log": [math.exp(low), math.exp(high)]}
-        kinds = {"uniform": "uniform", "int_uniform": "int"}
-        kinds["log_uniform_values"] = "log"
-        if kind in kinds:
-            return {kinds[kind]: [low, high]}
+        ours = {"uniform": "uniform", "int_uniform": "int", "log_uniform_values": "log"}
+        if kind in ours:
+            return {ours[kind]: [low, high]}
         if kind == "q_uniform":
             return {"uniform": [low, high, given.get("q", 1)]}
     raise UsageError(
