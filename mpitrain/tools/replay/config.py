@@ -132,9 +132,8 @@ def _checkpoint(config: ReplayConfig, resume: str) -> Checkpoint | None:
             )
     elif config.step is not None:
         found = [it for it in found if it.step < config.step]
-    for checkpoint in found:
-        if is_complete(checkpoint):
-            return checkpoint
+    if (newest := next(filter(is_complete, found), None)) is not None:
+        return newest
     if resume in ("auto", "never"):
         return None
     if list_checkpoints(Path(resume)):

@@ -110,8 +110,8 @@ class Replay(Callback):
                 f"{flag}: expected one rank, without mpirun"
             ).on_all_ranks()
         if self._reader is not None:
-            is_own = self._reader.metadata["run"] == self._request.run_id
-            restore_trainer(self._reader, trainer, self._others if is_own else ())
+            others = self._others if self._is_of_run(self._reader) else ()
+            restore_trainer(self._reader, trainer, others)
         # It would end the job; such a step is not applied either way.
         trainer.engine.config = replace(trainer.config, on_nonfinite="skip")
         trainer.engine.verification = None  # it computes micro-batches of others, too
@@ -141,8 +141,7 @@ class Replay(Callback):
         """Load optimizers and random numbers, of the first stage."""
         reader, self._reader = self._reader, None
         if reader is not None:
-            is_own = reader.metadata["run"] == self._request.run_id
-            load_stage(reader, trainer.engine, is_own=is_own)
+            load_stage(reader, trainer.engine, is_own=self._is_of_run(reader))
             step, seed = trainer.state.step, trainer.config.seed
             load_random(reader, trainer.engine.world, seed=seed, step=step)
         # Whether a step was applied is to be known at its end, on a GPU, too.
@@ -182,6 +181,10 @@ class Replay(Callback):
         ).on_all_ranks()
 
     # --- inside -------------------------------------------------------------------
+
+    def _is_of_run(self, reader: CheckpointReader) -> bool:
+        """Whether a checkpoint is of the run itself, not what it began from."""
+        return bool(reader.metadata["run"] == self._request.run_id)
 
     def _prepare(self, trainer: Trainer) -> None:
         """Watch the next step, if it may be the one."""
@@ -352,14 +355,12 @@ def run_replay(
             run_script.run(job, asked, os.environ)
         else:
             with init(**training.launch.as_arguments(), job=job) as world:
-                has_checkpoint = request.checkpoint is not None
-                run = request.config.run
-                trainer, *_ = build_trainer(
-                    training, world, run, with_weights=not has_checkpoint
-                )
+                is_new, run = request.checkpoint is None, request.config.run
+                trainer, *_ = build_trainer(training, world, run, with_weights=is_new)
                 trainer.fit()
         if not replay.is_used:
-            run = request.config.run
-            reason = f"{run} was not replayed: no Trainer of the script has trained"
-            raise UsageError(reason).on_all_ranks()
+            raise UsageError(
+                f"{request.config.run} was not replayed: no Trainer of the script has "
+                "trained"
+            ).on_all_ranks()
     return 0

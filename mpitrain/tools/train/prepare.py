@@ -54,8 +54,7 @@ def prepare(config: TrainConfig) -> PreparedRun:
     done = ""
     if not folder.is_new:
         _refuse_changes(config, run_dir)
-        result = is_finished(run_dir)
-        if result is not None:
+        if (result := is_finished(run_dir)) is not None:
             done = (
                 f"{finished_line(result)}; see {shown(run_dir)}. Nothing to do: "
                 "--new-run trains anew"
@@ -63,13 +62,12 @@ def prepare(config: TrainConfig) -> PreparedRun:
     done, status = check_stop_file(run_dir, done)
     if not done:
         write_atomic(run_dir / "config.yaml", config.as_yaml(run_dir.name))
-    limit_seconds = seconds_of(config.time_limit)
     return PreparedRun(
         config=config,
         folder=folder,
         done=done,
         status=status,
-        limit_seconds=limit_seconds,
+        limit_seconds=seconds_of(config.time_limit),
     )
 
 

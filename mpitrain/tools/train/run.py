@@ -139,10 +139,9 @@ def build_trainer(
         find_unused_parameters=is_reference(config.model) or task is not None,
     )
     trainer.uses_whole_config = True
-    classes = "" if data.num_classes is None else f", {data.num_classes} classes"
-    of_task = "" if task is None else f", --task {config.task}"
+    more = "" if data.num_classes is None else f", {data.num_classes} classes"
+    more += "" if task is None else f", --task {config.task}"
     what = f"{config.model} on {config.data}"
-    more = classes + of_task
     summary = RunSummary(run_dir, what, more, loaded, has_own_data=False)
     return trainer, summary, facts
 
