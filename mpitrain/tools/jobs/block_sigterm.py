@@ -24,4 +24,5 @@ if __name__ == "__main__":
         words = [host, "/bin/sh", "-c", " ".join(command)]
     blocked = {signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2}
     signal.pthread_sigmask(signal.SIG_BLOCK, blocked)
+    # What is blocked stays so after exec; a handler would not.
     os.execvp(program, [program, *words])

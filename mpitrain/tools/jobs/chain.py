@@ -89,6 +89,7 @@ class Chain:
             self._causes.clear()
         if status == 0:
             return "end"
+        # Later on it may be a lock that a dying rank holds, or a folder not mounted.
         if status == UsageError.exit_status and self.step == 0:
             _print("wrong flags: another start would fail, too")
             return "end"
@@ -107,6 +108,7 @@ class Chain:
                     "again"
                 )
                 return "end"
+            # In a job that ends, the next job is the restart.
             if not is_stopping:
                 return self._restart(ended)
         elif self.run_dir is not None and (self.run_dir / STOP_FILE).exists():
@@ -191,6 +193,7 @@ def run_dir_of(training: TrainConfig) -> Path:
 def refuse_second_job(run_dir: Path) -> None:
     """Refuse to start where another job trains; one that ends may take a while."""
     deadline = time.monotonic() + LOCK_SECONDS
+    # `None`, where no job has begun or nobody can know, lets it start.
     while is_held(run_dir):
         if time.monotonic() > deadline:
             raise UsageError(
@@ -233,18 +236,21 @@ def requeue(
             name = ENCODED_ARGS  # qsub changes quotes and backslashes
             environ[name] = b64encode(environ["ARGS"].encode()).decode()
         command = ["qsub", "-N", environ["PBS_JOBNAME"], "-v", f"{name},{JOB_NUMBER}"]
+        # Not while this job has the lock of the run folder.
         command += ["-W", f"depend=afterany:{job_id}", script or ""]
     if not continues:
         _print("cancelled or preempted: unless it starts by itself, submit it again")
         return
     if terminated:  # KILL comes at any time
         end = time.monotonic() + RETRY_SECONDS[0] + SUBMIT_SECONDS
+    # One refusal, of a scheduler that is busy, must not end the chain.
     for pause in RETRY_SECONDS:
         with suppress(OSError):
             done = subprocess.run(
                 command,
                 check=False,
                 env=environ,
+                # The signals that `Supervisor` blocks would stay blocked in it.
                 preexec_fn=lambda: signal.pthread_sigmask(signal.SIG_SETMASK, ()),
             )
             if done.returncode == 0:

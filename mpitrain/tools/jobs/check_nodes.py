@@ -122,6 +122,7 @@ def _start(
 ) -> tuple[dict[str, int], str]:
     """Start one process on each host; return GPUs by host, and why others lack."""
     command = [*start, sys.executable, "-m", "mpitrain.tools.jobs.check_nodes"]
+    # No pipe: what an mpirun leaves behind would hold it open.
     with tempfile.TemporaryFile("w+", errors="replace") as output:
         process = subprocess.Popen(
             command,
@@ -134,6 +135,7 @@ def _start(
             ended = f"mpirun ended with {process.wait(seconds)}"
         except subprocess.TimeoutExpired:
             ended = f"no answer within {seconds:g} s"
+        # Whether mpirun has ended or not: a pbs_tmrsh or an ssh of it may be left.
         end_session(process)
         output.seek(0)
         text = output.read()

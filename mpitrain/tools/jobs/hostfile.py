@@ -146,6 +146,7 @@ def text_of(
     nodes = tuple(n for n in nodes if short_name(n.hostname) not in excluded)
     if config.probe:
         nodes = _usable(nodes, mpirun, config.probe_seconds, environ)
+    # After the probe: spare nodes take the place of those that it left out.
     nodes = nodes[: config.nodes]
     if len(nodes) < config.min_nodes:
         raise LaunchError(

@@ -200,6 +200,7 @@ def text_of(
         from_where = f"from the folder that holds {venv}"
     templates = Environment(
         loader=FileSystemLoader(TEMPLATES),
+        # A misspelt name is an error, and no empty place in a script.
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
@@ -248,6 +249,7 @@ def with_site(flags: Sequence[str]) -> list[str]:
 
     Its scheduler stands first. ``jobscript NAME`` means ``jobscript --site NAME``.
     """
+    # `--site=NAME` is two words from here on.
     words = [it for word in flags for it in re.split("(?<=^--site)=", word)]
     if words and (SITES / f"{words[0]}.yaml").is_file():
         words.insert(0, "--site")

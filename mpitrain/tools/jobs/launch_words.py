@@ -56,6 +56,7 @@ class LaunchWords:
         slots.
         """
         num_ranks, file = self.num_ranks, file or self.host_file
+        # With the user's own file as many as they asked for, also more than its slots.
         if num_ranks is not None and file is not None and file != self.host_file:
             slots = sum(node.slots for node in parse(file.read_text(), str(file)))
             num_ranks = min(num_ranks, slots)

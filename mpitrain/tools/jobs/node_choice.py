@@ -41,6 +41,7 @@ class NodeChoice:
         launcher = words.launcher
         self._config = HostfileConfig(
             format=launcher.host_file_format,
+            # As mpirun counts by itself: a slot for each task of the scheduler.
             gpus="auto" if words.host_file else "ignore",
             from_file=words.host_file,
             nodes=limit,
@@ -112,4 +113,5 @@ class NodeChoice:
         """Return the words of `probe`; nodes that were lost are tried again."""
         self._lost = self._wrong
         words = ["--exclude", *self._wrong] if self._wrong else []
+        # Behind the command's name: the last words are mpirun's.
         return [*self.probe[:4], *words, *self.probe[4:]]

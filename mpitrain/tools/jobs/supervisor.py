@@ -10,6 +10,13 @@ it. The ranks get TERM, or USR2, which mpirun forwards: they save a checkpoint a
 with status 75. `run` makes it TERM for a script, once. Ranks that hang are killed with
 their mpirun, in time to requeue.
 
+    scheduler   TERM (cancelled, preempted), USR1 (SLURM, before the limit), or nothing
+                (PBS, for which `supervise` has a clock)
+    supervise   USR2 to mpirun, or TERM to its ranks on this host; KILL to mpirun later
+    ranks       rank zero writes the run folder, the step in memory and the status into
+                files beside STATUS_FILE (`record.supervised`)
+    supervise   after a fault: leaves out a node, probes, or neither; starts again
+
 mpirun prints a long message after an error; the training's own error follows it.
 """
 
@@ -61,11 +68,14 @@ from mpitrain.watchdog.coordinator import HANG_STATUS
 from mpitrain.watchdog.process import Ancestor, ranks_below, send_signal, status_of
 
 # Blocked in this process, and taken by `sigtimedwait`.
+# SIGCHLD is one of them: so the end of mpirun ends a wait.
 SIGNALS = {signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCHLD}
+# The notice of a job script, 120 s, less 15 s for submitting the next job.
 MAX_STOP_SECONDS = 105.0  # how long the ranks may take to stop
 BAD_HOST = re.compile(
     r"\[rank \d+/\d+ (\S+)\] (its host is lost|.*this rank computes wrongly)"
 )
+# Rank zero writes its error before it reports it, which may take 6 s (`ExitGuard`).
 LINGER_SECONDS = 8.0  # how long mpirun may take to end after its ranks
 INTERRUPT_SECONDS = 3.0  # how long mpirun may take to end after Ctrl-C
 MODULE = "-m mpitrain"
@@ -124,6 +134,7 @@ class Supervisor:
     def __init__(
         self, seconds_left: float | None = None, notice: float | None = None
     ) -> None:
+        # Not only while a program runs: what comes between two is pending for `_wait`.
         signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
         self.is_stopping = False
         self.is_terminated = False
@@ -221,11 +232,13 @@ class Supervisor:
         """Wait for a signal or a deadline; return whether the job was asked to stop."""
         deadline = min(time.monotonic() + seconds, self._stop_at, self._kill_at)
         arrived: set[int] = set()
+        # One stop answers all that have come: a scheduler may send several at once.
         while info := signal.sigtimedwait(
             SIGNALS, 0.0 if arrived else max(0.0, deadline - time.monotonic())
         ):
             arrived.add(info.si_signo)
         now = time.monotonic()
+        # PBS sends nothing before the end: as if USR1 had come.
         if now >= self._stop_at:
             self._stop_at = math.inf
             arrived.add(signal.SIGUSR1)
@@ -235,6 +248,7 @@ class Supervisor:
         if not self.is_stopping:
             self.is_stopping = True
             left = self.end - now
+            # Almost to the end, for a step may be long.
             stop_seconds = max(left - 15.0, left * 0.75, 1.0)
             self._kill_at = now + min(MAX_STOP_SECONDS, stop_seconds)
         return True
@@ -261,6 +275,7 @@ def supervise(
             if time.time() > old.stat().st_mtime + LEFT_SECONDS:
                 shutil.rmtree(old)
     with tempfile.TemporaryDirectory(prefix=".mpitrain-", dir=here) as name_of_folder:
+        # Absolute, which Python 3.11's name is not: a script may change its folder.
         folder = Path(os.path.realpath(name_of_folder))
         environ = {**environ, STATUS_FILE: str(folder / "status")}
         if config.jobs == 1 and not config.restarts:
@@ -308,6 +323,7 @@ def _train(
     training = chain.Chain(run_dir, number, config.jobs, restarts)
     if run_dir is not None:
         chain.refuse_second_job(run_dir)
+    # After that wait: the clock of `Supervisor` begins now.
     left = seconds_left(environ)
     # SLURM sends USR1 before the time limit (--signal); PBS sends nothing.
     notice = None if left is None or scheduler == "slurm" else notice_seconds(left)
@@ -339,12 +355,15 @@ def _train(
                 num_restarts=training.num_restarts,
             )
             begin_start(environ, now)
+            # After the probe, which may have chosen other nodes.
             if warm is not None:
                 warm.keep(nodes.hosts)
             start = words.on_hosts(nodes.host_file, container)
             status = supervisor.train(start, environ, words.launcher)
+            # Without --name the folder is named by the date: only the start knows it.
             if run_dir is None and (opened := opened_run(environ)) is not None:
                 run_dir = training.run_dir = opened.run_dir
+            # mpirun may end with 0 after it has lost a node (Open MPI 5).
             if run_dir is not None and not words.is_script:
                 status = status or int(not is_finished(run_dir))
         action = training.next_action(
@@ -375,6 +394,7 @@ def _train(
 
 
 def _terminate_ranks(launcher: int, environ: Mapping[str, str]) -> None:
+    # Not those that the scheduler has signalled: a second TERM ends a rank that saves.
     if (status := status_of(launcher)) is not None:
         above = [Ancestor(launcher, status[2])]
         for rank in ranks_below(launcher):

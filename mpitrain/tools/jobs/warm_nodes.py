@@ -72,5 +72,6 @@ class WarmNodes:
     def stop(self) -> None:
         """End the servers, and what is left of their ranks."""
         if self._mpirun is not None:
+            # TERM is blocked for it.
             end_session(self._mpirun, signal.SIGINT)
             self._mpirun = None
