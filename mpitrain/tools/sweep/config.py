@@ -176,6 +176,7 @@ def _read_script(words: Sequence[str]) -> TrainConfig:
         )
     if target.kind == "script":
         read_script(target.name)
+    # `run` has no limit by default; a trial that hangs would keep its ranks for ever.
     hang_timeout = request.config.hang_timeout or TrainConfig().launch.hang_timeout
     return TrainConfig(launch=replace(request.config, hang_timeout=hang_timeout))
 

@@ -100,6 +100,8 @@ class Inbox:
     def _poll(self) -> None:
         if self.server_error is not None:
             raise self.server_error
+        # Called in every wait of every thread: MPI is asked every 20 ms, by one of
+        # them; what that one finds is for all.
         if time.monotonic() < self._next or not self._lock.acquire(blocking=False):
             return
         try:

@@ -39,6 +39,7 @@ class Placement:
         ranks: list[int] = []
         if count <= max(map(len, self._nodes)):
             fits = [node for node in free if len(node) >= count]
+            # Where the least room is left, so that larger trials find theirs.
             ranks = min(fits, key=len, default=[])[:count]
         else:
             for node, here in zip(self._nodes, free, strict=True):

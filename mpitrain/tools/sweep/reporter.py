@@ -78,11 +78,13 @@ class Reporter(Callback):
         ranks = communicator(self._world)
         is_last = trainer.should_stop or trainer.engine.plan.is_done(trainer.state)
         if self._waits:
+            # The server sends one answer, to the trial's first rank.
             should_prune = ranks.on_rank_zero(self._answer, "ask the server")
             self.is_pruned = should_prune and not is_last  # after that it is finished
             if self.is_pruned:
                 raise StopRequested(f"pruned after {unit} {number}")
         if self._stops and not is_last:
+            # All stop after the same epoch, though signals come to ranks at any time.
             reason = max(ranks.allgather(self._handler.requested()))
             if reason:
                 raise StopRequested(REASONS[reason])

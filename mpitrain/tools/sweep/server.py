@@ -1,4 +1,10 @@
-"""The server: a thread of rank zero that gives trials to ranks as they become free."""
+"""The server: a thread of rank zero that gives trials to ranks as they become free.
+
+A trial is chosen (Optuna's ``ask``), waits until enough ranks are free, and runs on
+them from ``start`` until each of them has sent ``ended``; then Optuna is told. Its
+epochs come between, each answered if there is a pruner. See `messages`, and
+docs/decisions/0011.
+"""
 
 from __future__ import annotations
 
@@ -100,6 +106,8 @@ class Server:
                 self._assign()
             if not self._running:
                 break
+            # Polled: in a blocking receive MPI would take a core from rank zero's
+            # trial.
             while self._comm.Iprobe(tag=TO_SERVER):
                 self._receive(self._comm.recv(tag=TO_SERVER))
             if time.monotonic() > self._written_at + PROGRESS_SECONDS:
@@ -121,6 +129,8 @@ class Server:
                 return
             trial = self._study.ask() if self._has_more else None
             if trial is None:
+                # Not asked again: `ask` reads all trials, and this loop runs 100 times
+                # a second.
                 self._has_more = False
                 return
             self._waiting.append(trial)
@@ -143,6 +153,7 @@ class Server:
         is_first = trial is self._waiting[0]
         self._num_overtaken = 0 if is_first else self._num_overtaken + 1
         self._waiting.remove(trial)
+        # Before it starts: a job that dies of it can count no more.
         self._study.set_starts(trial.number, trial.num_starts + 1)
         start_id, self._num_started = self._num_started, self._num_started + 1
         self._first_start = self._first_start or time.monotonic()
@@ -177,6 +188,7 @@ class Server:
         outcome: TrialResult = message.data
         running.outcomes.append(outcome)
         running.left.discard(outcome.rank)
+        # The others wait in collectives that this rank never joins.
         if outcome.error and not running.is_aborted:
             running.is_aborted = True
             self._send(running.left, Message("abort", start_id))
@@ -194,6 +206,7 @@ class Server:
             self._fail(trial, worst.error, is_usage=worst.is_usage)
         elif worst.status == "stopped":  # another job resumes it
             study.set_starts(trial.number, 0)
+            # A signal may have come to one rank alone.
             self._stop(max(outcome.stop_reason for outcome in running.outcomes))
         elif worst.status == "pruned":
             study.prune(trial.number)
@@ -221,6 +234,7 @@ class Server:
         counts = counts_of(self._study.optuna)
         if counts["finished"] or counts["pruned"]:
             return
+        # A flag that the first trial has wrong is most likely one of all.
         if is_usage and self._num_failed == 1:
             raise UsageError(f"{trial.name}: {error}")
         if self._num_failed >= min(MAX_FAILURES, self._study.num_trials):

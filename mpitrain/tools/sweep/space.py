@@ -76,6 +76,7 @@ class Parameter(NamedTuple):
         if step is None or "log" in self.options:
             raise UsageError(f"{self.name}: a grid needs choices, or a step")
         low, high = self.values
+        # 0.3 / 0.1 is a little less than 3.
         return [low + i * step for i in range(1 + int((high - low) / step + 1e-9))]
 
 
@@ -121,6 +122,7 @@ class Search:
                 check_names(found)
             return dict(found)
         values: dict[str, Value] = {}
+        # In the order of the space: a condition names only what stands before.
         for parameter in self.parameters:
             if parameter.applies(values):
                 values[parameter.name] = parameter.suggest(trial)

@@ -105,6 +105,8 @@ class Study:
             return None
         choices = [it for it in self._search.parameters if it.probabilities]
         draw = self._random.choices
+        # No sampler of Optuna weighs choices: they are drawn here, and `ask` takes
+        # them.
         if drawn := {it.name: draw(it.values, it.probabilities)[0] for it in choices}:
             self.optuna.enqueue_trial(drawn)
         trial = self.optuna.ask()  # of a grid: the next one that is enqueued
@@ -225,6 +227,7 @@ def _repair(journal: Path) -> None:
     with contextlib.suppress(FileNotFoundError):
         for lock in journal.parent.glob(f"{journal.name}.lock*"):
             lock.unlink()
+        # Optuna raises for half a record once another one follows it.
         data = journal.read_bytes()
         if not data.endswith(b"\n"):
             with journal.open("r+b") as file:

@@ -71,8 +71,10 @@ def run_sweep(world: World, sweep: PreparedSweep, handler: PreemptionHandler) ->
         ).on_all_ranks()
     job = Job.current
     assert job is not None
+    # A communicator of its own: no message of a trial may be taken for the server's.
     comm, data = job.comm.Dup(), _shared_data(sweep, world)
     worker = Worker(job, world, sweep, handler, Inbox(comm), data)
+    # Each trial makes another default group (`sub_world`).
     destroy_process_group()
     screen = sys.stdout  # a trial's goes into its log
 
@@ -84,6 +86,7 @@ def run_sweep(world: World, sweep: PreparedSweep, handler: PreemptionHandler) ->
             server.end_all(server.run())
         except BaseException as error:
             if isinstance(error, MpitrainError):
+                # Printed without the name of a rank: it is none of this rank's trial.
                 error.on_all_ranks()
             if size > 1:
                 job.guard.fail(error)  # ends this process, which may be in a trial
@@ -161,6 +164,7 @@ class Worker:
         inbox.begin(start_id)
         try:
             with (
+                # Outermost: `sub_world` waits for the other ranks of the trial, too.
                 job.mpi.cancel_waits_by(inbox.raise_if_aborted),
                 sub_world(job, self._world, ranks, start_id) as part,
             ):
@@ -169,6 +173,7 @@ class Worker:
         except (Exception, SystemExit) as error:
             outcome = self._failed(error, ranks)
         guard.on_end[:], guard.on_leave[:] = on_end, on_leave  # undo what it left
+        # Cycles hold the weights of this trial, whose memory the next one needs.
         gc.collect()
         if self._world.device != "cpu":
             torch.get_device_module(self._world.device).empty_cache()
@@ -222,6 +227,7 @@ class Worker:
                         shared_data=self._data,
                     )
         finally:
+            # Else it would be held, and open, until the sweep ends.
             if part.is_rank_zero and run.folder.lock is not None:
                 os.close(run.folder.lock)
             if run.config.compile or search.is_of_script:
