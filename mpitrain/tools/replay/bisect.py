@@ -138,6 +138,7 @@ def _replay(
 ) -> None:
     """Replay a run in a process of its own, which writes hashes."""
     environ = dict(os.environ)
+    # Of the pass before: whether there is a file tells if this one succeeded.
     file.unlink(missing_ok=True)
     if folder is not None:
         path = (str(folder.absolute()), environ.get("PYTHONPATH", ""))

@@ -60,5 +60,7 @@ def _square(tensor: Tensor) -> Tensor:
     whole: Any = getattr(tensor, "full_tensor", None)  # of FSDP; collective
     tensor = tensor if whole is None else whole()
     if tensor.is_sparse:
+        # Of an embedding: a row may be in it several times, and counts by its sum.
         tensor = tensor.coalesce().values()
+    # The square of 256 is infinite in float16.
     return tensor.to(torch.float64).square().sum()

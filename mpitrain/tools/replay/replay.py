@@ -2,6 +2,13 @@
 
 It takes the place of the run's own callbacks in every `Trainer` of the process, also in
 one that a script makes. Callbacks of the user stay: they may be part of the training.
+
+    setup             weights of the checkpoint; of the run itself also the callbacks'
+    on_stage_start    optimizers and random numbers; then as after each step:
+    on_step_end       a `StepWatch` on the next step, if it may be the one
+    on_step_end       of that step: print what was seen, and end the process
+
+See docs/decisions/0019.
 """
 
 from __future__ import annotations
@@ -139,6 +146,7 @@ class Replay(Callback):
 
     def on_stage_start(self, trainer: Trainer) -> None:
         """Load optimizers and random numbers, of the first stage."""
+        # Later stages begin as they did in the run.
         reader, self._reader = self._reader, None
         if reader is not None:
             load_stage(reader, trainer.engine, is_own=self._is_of_run(reader))
@@ -243,6 +251,7 @@ class Replay(Callback):
         engine, config = trainer.engine, self._config
         ranks, world = engine.ranks, engine.world
         weights = self._weights
+        # On every rank, for rank zero: with fsdp this is collective.
         if not weights and (config.save or config.layers):
             weights = engine.strategy.full_state_dict()  # the step was not applied
         if self._hashes is not None and config.hashes is not None:
@@ -263,6 +272,7 @@ class Replay(Callback):
                     say(line)
             if config.save is not None:
                 _save(config, trainer, weights, chosen)
+        # All end with one status.
         error = ranks.on_rank_zero(
             lambda: self._compared.difference, "compare the losses"
         )

@@ -69,6 +69,7 @@ class StepWatch:
             self._end(batch, found)
             return found
 
+        # An attribute of the object, in front of the method: removing it is the end.
         trainer.compute_loss = watched  # type: ignore[method-assign]
         self._hooks.callback(vars(trainer).pop, "compute_loss")
         for name, module in strategy.model.named_modules():
@@ -131,6 +132,7 @@ class StepWatch:
             for place, leaf in enumerate(leaves_of(tree)):
                 if isinstance(leaf, Tensor):
                     self._tell(kind, number, f"{kind} {place}", leaf)
+        # Last: what a person changes in the debugger is not what was seen.
         self.before(number, batch)
 
     def _end(self, batch: Batch, found: Any) -> None:
