@@ -89,6 +89,7 @@ def find_broken_links(job: Job, world: World, address: str) -> list[Link]:
                     for node, error in zip(others, errors, strict=True)
                     if error
                 ]
+        # Nobody closes its socket before all have tried it.
         barrier(comm)
     return [link for links in comm.allgather(broken) for link in links]
 
@@ -129,6 +130,7 @@ def check_all_reduce(job: Job, world: World) -> tuple[list[Part], list[Finding]]
         device_type = device.partition(":")[0]
         job.progress(f"check: all-reduce on {device}")
         found = all_reduce_error(world, device)
+        # Asleep: in allgather a rank would take the core of one that still computes.
         barrier(job.comm)
         errors = {rank: it for rank, it in enumerate(job.comm.allgather(found)) if it}
         part: Part = {"device": device_type, "backend": backend, "is_right": not errors}
@@ -211,6 +213,7 @@ def gradient_difference(world: World, strategy: str) -> float:
     Collective over all ranks, which have 1, 2 or 3 samples each.
     """
     dtype = torch.float64 if strategy == "ddp" else torch.float32
+    # Unequal, so that the mean of the ranks' means is another one than that of all.
     counts = [1 + rank % 3 for rank in range(world.world_size)]
     first, num_samples = sum(counts[: world.rank]), sum(counts)
     with torch.random.fork_rng(devices=()):
@@ -257,6 +260,7 @@ def measure_bandwidth(
     for size in SIZES:
         if size * max_ranks * NUM_BUFFERS > available_bytes:
             return rows, "not enough memory"
+        # By rank zero's clock, for all; the next message is four times as large.
         if job.comm.bcast(time.monotonic() + 4 * seconds_of_last > end):
             return rows, f"more than {budget_seconds:.0f} s"
         started = time.monotonic()
@@ -310,6 +314,7 @@ def _time(job: Job, call: Callable[[], object], name: str) -> float:
     started = time.perf_counter()
     call()
     once = time.perf_counter() - started
+    # Ranks must make equally many calls.
     count: int = job.comm.bcast(max(1, min(50, int(SAMPLE_SECONDS / once))))
     started = time.perf_counter()
     for _ in range(count):

@@ -31,6 +31,7 @@ def check_compute(job: Job, world: World) -> tuple[list[dict[str, Any]], list[Fi
         A row for each rank, and what was found: a device that has other bits than most
         of its kind, or than it had before, or that is slow.
     """
+    # Threads, and algorithms chosen by their speed, would change the bits, too.
     configure_torch(tf32=False, is_deterministic=True, num_threads=1)
     first, times, num_wrong = compute(world.device), [], 0
     end = time.monotonic() + SECONDS

@@ -39,6 +39,7 @@ IMPORT_STAGES = ("starting MPI", "import torch")  # not counted as mpitrain's ti
 
 def check_job(job: Job, config: CheckConfig, environ: Mapping[str, str]) -> int:
     """Check all ranks and nodes; collective over all ranks."""
+    # The start sets some: what the user had set is of interest.
     before = dict(environ)
     report = Report(prints=job.comm.rank == 0, as_json=config.json)
     job.guard.on_failure.append(report.fail)
@@ -118,6 +119,7 @@ def _gather(
         )
     barrier(job.comm)
     if host is not None:
+        # Right after the barrier: so clocks are compared at one moment.
         host.clock_seconds = time.time()
     mine = rank_facts(world, before, job.start_seconds)
     by_rank = job.comm.allgather((mine, host))

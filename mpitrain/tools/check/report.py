@@ -55,6 +55,8 @@ class Report:
         self._out: TextIO = sys.stdout
         if as_json:
             sys.stdout.flush()
+            # MPI, and libraries in C, print to descriptor 1: that is standard error
+            # now, and the old one has the JSON object alone.
             self._out = os.fdopen(os.dup(1), "w")
             os.dup2(2, 1)
 
