@@ -41,6 +41,7 @@ class PreparedRun:
 
 def prepare(config: TrainConfig) -> PreparedRun:
     """Make the run folder, or open the existing one."""
+    # Before a folder is made.
     for logger in {*LOGGERS}.difference(FILE_LOGGERS).intersection(config.log):
         require(logger, f"--log {logger}")
     name = config.name

@@ -154,6 +154,7 @@ def _build(
     Collective over all ranks. One rank per node downloads the weights.
     """
     name, weights = config.model, config.weights if with_weights else None
+    # One answer for all: what follows is collective.
     if not all(ranks.allgather(is_cached(name, weights))):
         ranks.once_per_node(lambda: fetch_weights(name, weights), f"download {name}")
     return build_and_load(

@@ -100,6 +100,7 @@ def _hint(function: Callable[..., Any], parameter: inspect.Parameter) -> Any:
     """Return the type of a flag for an argument; ``None``: there can be none."""
     hint, default = parameter.annotation, parameter.default
     if isinstance(hint, str):
+        # With `from __future__ import annotations` all are strings.
         module = vars(sys.modules.get(getattr(function, "__module__", ""), object))
         try:
             hint = eval(hint, dict(module))
