@@ -45,6 +45,8 @@ def words_of(
 
     >>> words_of("my image.sif", None, ["--rocm"])
     'apptainer exec --rocm --bind "$PWD" --pwd "$PWD" \'my image.sif\''
+    >>> words_of("two  blanks.sif", None, num_gpus=0)
+    'apptainer exec --bind "$PWD" --pwd "$PWD" \'two  blanks.sif\''
     """
     if runtime is None:
         if not image.endswith(".sif"):
@@ -54,5 +56,5 @@ def words_of(
             )
         runtime = "apptainer"
     given = shlex.join(flags) or GPU_FLAGS.get(runtime, "") * bool(num_gpus)
-    words = WORDS[runtime].format(image=shlex.quote(image), flags=given)
-    return words.replace("  ", " ")
+    words = WORDS[runtime] if given else WORDS[runtime].replace("{flags} ", "")
+    return words.format(image=shlex.quote(image), flags=given)
