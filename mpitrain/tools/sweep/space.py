@@ -320,9 +320,15 @@ def _whole(value: Any) -> int:
 
 
 def _number(value: Value) -> Value:
-    """YAML takes 1e-4 for a word."""
-    is_number = isinstance(value, str) and re.fullmatch(r"[\d.]+e[+-]?\d+", value)
-    return float(str(value)) if is_number else value
+    """Return a number for what YAML takes for a word.
+
+    >>> [_number(it) for it in ("1e-4", "-1E5", "v1.2.3e4", "1.2.3e4", 2, None)]
+    [0.0001, -100000.0, 'v1.2.3e4', '1.2.3e4', 2, None]
+    """
+    number = r"[-+]?(\d+\.?\d*|\.\d+)e[-+]?\d+"
+    if isinstance(value, str) and re.fullmatch(number, value, re.IGNORECASE):
+        return float(value)
+    return value
 
 
 def _from_wandb(found: Mapping[str, Any]) -> dict[str, Any]:
