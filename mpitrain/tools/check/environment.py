@@ -187,6 +187,7 @@ def _placement(facts: Facts) -> Iterator[Finding]:
         text = f"up to {max(users.values())} ranks share a GPU on {list_hosts(hosts)}"
         remedy = f"one rank per GPU: mpirun -np {len(users)}, or ask for more GPUs"
         yield Finding("warning", "shared-gpu", text, remedy)
+    # Of each size the first node.
     sizes = {len(node.ranks): node.hostname for node in reversed(nodes)}
     low, high = min(sizes), max(sizes)
     if low < high:

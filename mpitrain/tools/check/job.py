@@ -42,6 +42,7 @@ def check_job(job: Job, config: CheckConfig, environ: Mapping[str, str]) -> int:
     # The start sets some: what the user had set is of interest.
     before = dict(environ)
     report = Report(prints=job.comm.rank == 0, as_json=config.json)
+    # Whoever reads the JSON gets an object whatever happens.
     job.guard.on_failure.append(report.fail)
     world = init.prepare(job, config.launch, COLLECTIVE_SECONDS, os.environ)
     from mpitrain.tools.check import communication  # imports torch, as the start has

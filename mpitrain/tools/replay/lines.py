@@ -32,6 +32,7 @@ def changes(
     """
     recorded = facts_for_bits(read_json(run / "environment.json"))
     now = facts_for_bits(environment)
+    # With --bitwise a rank computes by one thread (docs/decisions/0013).
     free = {"ranks", "backend", *(["threads"] if config.bitwise else [])}
     can_be_equal = not any(
         recorded.get(name) != now[name] for name in ("torch", "processor", "gpu")
@@ -146,6 +147,7 @@ def step_lines(
         yield "no sample has a loss of its own here" if seen else where
         return
     is_whole = config.sample is not None or config.micro_batch is not None
+    # NaN compares with nothing: it is first, as the largest.
     rows.sort(key=lambda it: -math.inf if math.isnan(it[0]) else -it[0])
     shown = rows if is_whole else rows[:MAX_SAMPLES]
     if not is_whole and len(rows) > MAX_SAMPLES:

@@ -90,6 +90,7 @@ class Replay(Callback):
         self._others = [
             it
             for it in callbacks
+            # It decides when a stage ends. What inherits another of ours may write.
             if isinstance(it, EarlyStopping)
             or not any(kind.__module__.startswith("mpitrain.") for kind in _own(it))
         ]

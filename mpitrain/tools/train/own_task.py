@@ -34,9 +34,11 @@ def call_task(config: TrainConfig, world: World) -> Trainer | Task:
     )
     kind = "a Trainer" if isinstance(made, Trainer) else "a Task"
     what = f"what --task {config.task} returned"
+    # What follows is collective, and differs between the two.
     communicator(world).check_equal(kind, what, "Expected the same on every rank")
     if isinstance(made, Task):
         return made
+    # The command has such lines, too.
     made.callbacks = [it for it in made.callbacks if type(it) is not EpochLines]
     ignored = [name for name in ("data", "model", "weights") if name in config.changed]
     if ignored and world.is_rank_zero:

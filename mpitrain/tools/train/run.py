@@ -49,6 +49,7 @@ def run_training(
     config, run_dir = run.config, run.run_dir
     checkpointer = make_checkpointer(config, run_dir)
     if config.dry_run:
+        # It writes no checkpoint: a signal ends it as any process.
         handler.uninstall()
     else:
         checkpointer.open(world, run_id=run.folder.run_id, handler=handler)
@@ -136,6 +137,7 @@ def build_trainer(
         test_data=data.test,
         mean_std=None if task else data.statistics,
         num_classes=None if task else data.num_classes,
+        # DDP raises for weights without a gradient; the named models have none.
         find_unused_parameters=is_reference(config.model) or task is not None,
     )
     trainer.uses_whole_config = True
