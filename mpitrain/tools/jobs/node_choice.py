@@ -9,6 +9,7 @@ from pathlib import Path
 
 from mpitrain.errors import MpitrainError, UsageError
 from mpitrain.files import write_atomic
+from mpitrain.flags import PROGRAM, read_flags
 from mpitrain.schedulers import detect
 from mpitrain.tools.jobs.hostfile import HostfileConfig, parse, text_of
 from mpitrain.tools.jobs.launch_words import LaunchWords
@@ -39,14 +40,16 @@ class NodeChoice:
         self._lost: tuple[str, ...] = ()
         self._wrong: tuple[str, ...] = ()  # they compute wrongly, and answer a probe
         launcher = words.launcher
-        self._config = HostfileConfig(
-            format=launcher.host_file_format,
+        source = ("--from", str(words.host_file)) if words.host_file else ()
+        flags = [
+            *source,
             # As mpirun counts by itself: a slot for each task of the scheduler.
-            gpus="auto" if words.host_file else "ignore",
-            from_file=words.host_file,
-            nodes=limit,
-            min_nodes=minimum,
-        )
+            *("--gpus", "auto" if source else "ignore"),
+            *("--format", launcher.host_file_format, "--min-nodes", str(minimum)),
+            *(() if limit is None else ("--nodes", str(limit))),
+        ]
+        program = f"{PROGRAM} hostfile"
+        self._config = read_flags(HostfileConfig, flags, program=program, files=False)
         self._has_list = bool(words.host_file) or detect(environ).name != "none"
         if not (launcher.host_file and self._has_list):
             if limit is not None:
@@ -55,13 +58,9 @@ class NodeChoice:
                     "expected no spare nodes"
                 )
             return
-        source = ("--from", str(words.host_file)) if words.host_file else ()
         self.probe = [
-            *(words.program[0], "-m", "mpitrain", "hostfile", *source),
-            *("--gpus", self._config.gpus, "--format", self._config.format),
+            *(words.program[0], "-m", "mpitrain", "hostfile", *flags),
             *("--probe", "--probe-seconds", str(seconds)),
-            *("--min-nodes", str(minimum)),
-            *(() if limit is None else ("--nodes", str(limit))),
             *("--output", str(file), "--", *words.start),
         ]
 

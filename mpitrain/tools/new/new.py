@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Literal
 
 from mpitrain.errors import UsageError
-from mpitrain.flags import PROGRAM
+from mpitrain.flags import PROGRAM, read_flags
 from mpitrain.settings import setting
 from mpitrain.tools.jobs.jobscript import NAME, JobscriptConfig, SchedulerName, text_of
 
@@ -48,19 +48,14 @@ def new(config: NewConfig) -> str:
         "python train.py runs/first" if is_loop else f"python {OF_TASK} --name first"
     )
     venv = Path(sys.prefix) if sys.prefix != sys.base_prefix else Path(".venv")
-    job = JobscriptConfig(
-        scheduler=config.scheduler,
-        name=path.name,
-        jobs=JOBS,
-        venv=venv,
-        run_dir=Path("runs", path.name) if is_loop else None,
-    )
-    words = ["train.py", f"runs/{path.name}"] if is_loop else OF_TASK.split()[2:]
+    flags, words = [config.scheduler, "--name", path.name], OF_TASK.split()[2:]
+    flags += ["--jobs", str(JOBS), "--venv", str(venv), "--output", "job.sh"]
+    if is_loop:
+        words = ["train.py", f"runs/{path.name}"]
+        flags += ["--run-dir", words[1]]
+    job = read_flags(JobscriptConfig, flags, program=PROGRAM, files=False)
     kind = "run" if is_loop else "train"
-    typed = [config.scheduler, "--name", path.name, "--jobs", str(JOBS)]
-    typed += ["--run-dir", str(job.run_dir)] if is_loop else []
-    typed += ["--venv", str(venv), "--output", "job.sh", "--"]
-    typed += [*(["run"] if is_loop else []), *words]
+    typed = shlex.join([*flags, "--", *([kind] if is_loop else []), *words])
     files = {
         "train.py": _template(f"{config.kind}.py"),
         "test_train.py": _template("test_train.txt").format(
@@ -74,7 +69,7 @@ def new(config: NewConfig) -> str:
             what=WHAT[config.kind],
             command=command,
             submit={"slurm": "sbatch", "pbs": "qsub"}[config.scheduler],
-            jobscript=f"{PROGRAM} jobscript {shlex.join(typed)}",
+            jobscript=f"{PROGRAM} jobscript {typed}",
         ),
     }
     try:
