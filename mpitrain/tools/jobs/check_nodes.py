@@ -174,7 +174,9 @@ def begin_without_term(parent: int) -> None:
 
     Without the parent nobody would end it at TERM.
     """
+    # TERM alone: mpirun forwards USR2, which this process blocks, too.
     signal.pthread_sigmask(signal.SIG_SETMASK, {signal.SIGTERM})
+    # Not TERM, which it would never get.
     end_with_parent(parent, signal.SIGINT)
 
 

@@ -97,6 +97,7 @@ def _as_after_the_start(world: World) -> Iterator[None]:
 
     But for the modules that it imports.
     """
+    # `execute` sets both, the second for pickles of spawned processes.
     names, folder = ("__main__", "__mp_main__"), os.getcwd()
     modules = {name: sys.modules[name] for name in names if name in sys.modules}
     argv, path, variables = sys.argv[:], sys.path[:], dict(os.environ)

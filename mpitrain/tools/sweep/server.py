@@ -200,6 +200,8 @@ class Server:
 
     def _finish(self, running: Running) -> None:
         trial, study = running.trial, self._study
+        # One rank's failure aborts the others: it is the trial's result, whoever is
+        # first.
         order = get_args(Status)  # the worst first
         worst = min(running.outcomes, key=lambda it: (order.index(it.status), it.rank))
         if worst.error:
