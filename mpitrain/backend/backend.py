@@ -132,6 +132,8 @@ class MpiBackend(Backend):
             return self.allreduce_sparse(tensors, opts)
         check_one_dtype(tensors, "all_reduce")
         reduction = self._reduction(opts, tensors[0])
+        # Here, not in the queue's thread: a copy from a GPU must follow what is queued
+        # on the caller's stream.
         host = HostTensors(tensors)
 
         def action(deadline: float) -> None:
@@ -392,6 +394,7 @@ class MpiBackend(Backend):
         seconds: float = opts.timeout.total_seconds()
         if seconds <= 0:
             seconds = queue.timeout_seconds
+        # A blocking call within a coalescing block, too, is a part of its work.
         if opts.asyncOp or self._coalesced is not None:
             return self._coalesce(queue.submit(action, results, seconds))
         queue.run(action, seconds)
@@ -421,6 +424,7 @@ def create(given: DistributedBackendOptions, options: object) -> MpiBackend:
     options.global_ranks_in_group = given.global_ranks_in_group
     options.group_name = name = given.group_id
     ranks = list(given.global_ranks_in_group)
+    # Torch lists no ranks for the default group.
     is_default = not ranks
     ranks = ranks or list(range(given.group_size))
     return _connect(given.store, given.group_rank, ranks, name, options, is_default)
@@ -436,6 +440,7 @@ def _connect(
 ) -> MpiBackend:
     """Create a backend once all its ranks have arrived. Collective over them."""
     seconds = options_timeout(options).total_seconds()
+    # First: MPI's calls below cannot time out, and name nobody who is missing.
     connect(store, rank, ranks, name, seconds)
     if is_default:
         comm = default_communicator(rank, len(ranks))

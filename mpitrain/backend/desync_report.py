@@ -31,6 +31,7 @@ def connect(
     """
     store.set(f"arrived/{rank}", "")
     if store.add("number", 1) >= len(ranks):
+        # Only if nobody has given up: then the last one raises, too.
         store.compare_set("outcome", "", _ALL_PRESENT)
     try:
         store.wait(["outcome"], timedelta(seconds=timeout_seconds))

@@ -80,9 +80,12 @@ class Group:
         buffer, node_sizes = memory
         if len(node_sizes) == 1:
             return NodeCollectives(buffer)
+        # The nth reducer of each node combines the same piece of a tensor: there are as
+        # many as the smallest node has ranks.
         num_reducers = min(node_sizes)
         is_reducer = buffer.local_rank < num_reducers
         color = buffer.local_rank if is_reducer else MPI.UNDEFINED
+        # All ranks call it, those without a part too: a split is collective.
         reducers = cast("MPI.Intracomm", comm.Split(color, key=self.rank))
         inter_node_reduce = None
         if reducers != MPI.COMM_NULL:
@@ -120,6 +123,7 @@ class Group:
         text = str(error) or type(error).__name__
         if self._node is not None:
             self._node.buffer.mark_failed(text)
+        # On one node the buffer's error names the ranks that are missing already.
         if self.transport is self._node or not isinstance(error, GroupError):
             return ""
         position = f"operation {number} of the group: {text.splitlines()[0]}"
@@ -127,6 +131,7 @@ class Group:
 
     def close(self) -> None:
         """Finish submitted operations within `CLOSE_SECONDS`, and free everything."""
+        # A thread that is still in an operation uses the memory and communicators.
         if self.queue.close():
             self.abort()
 
@@ -186,6 +191,7 @@ def subgroup_communicator(
             )
     members = default.Get_group().Incl(list(ranks))
     try:
+        # Not `hash`: that of a text differs between processes.
         return default.Create_group(members, tag=zlib.crc32(name.encode()) % NUM_TAGS)
     finally:
         members.Free()

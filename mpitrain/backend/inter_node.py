@@ -51,6 +51,7 @@ def wait(
     try:
         _test_until_done(request, deadline, name, status)
     except MPI.Exception as error:
+        # MPI may still write there: the memory must outlive the request.
         abandon(request, memory)
         raise GroupError(f"{name} failed: {error}") from error
     except BaseException:  # Ctrl-C, too
@@ -82,6 +83,7 @@ def _test_until_done(
 
 def as_mpi_buffer(data: Tensor) -> MPI.buffer:
     """Return a contiguous tensor's memory; the caller keeps the tensor."""
+    # By its address, since numpy has no bfloat16.
     return MPI.buffer.fromaddress(
         data.data_ptr(), data.numel() * data.element_size(), readonly=False
     )
@@ -165,6 +167,7 @@ class MpiCollectives:
     def all_gather(self, outputs: Tensors, data: Tensor, deadline: float) -> None:
         """Give every rank the data of all; lengths may differ between ranks."""
         sizes = [out.numel() for out in outputs]
+        # Iallgather wants equal lengths, and counts all of them in one number.
         if len(set(sizes)) > 1 or sum(sizes) > MESSAGE_BYTES:
             self.all_to_all(outputs, [data] * self.size, deadline)
             return
@@ -200,6 +203,7 @@ class MpiCollectives:
             while running:
                 wait(*running.popleft(), deadline, name)
         except BaseException:
+            # `wait` has abandoned the one that failed.
             for request, memory in running:
                 abandon(request, memory)
             raise
@@ -209,6 +213,7 @@ class MpiCollectives:
     ) -> None:
         received, sent = list(outputs), list(inputs)
         memory = [data for _, data in [*received, *sent]]
+        # Receives first: MPI copies a message that nobody has asked for yet.
         requests = [*self._start_each(received, self.comm.Irecv)]
         requests += self._start_each(sent, self.comm.Isend)
         try:

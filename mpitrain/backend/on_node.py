@@ -98,6 +98,7 @@ class NodeCollectives:
         """
         seconds = deadline - time.monotonic()
         step = self.buffer.slot_bytes // data.itemsize
+        # Empty tensors pass the barriers, too, which all ranks count.
         chunks = list(torch.split(data, step)) if data.numel() else [data]
         slots = self._write_for_others(chunks[0])
         self.buffer.barrier(signature, deadline)
@@ -108,10 +109,13 @@ class NodeCollectives:
             result_deadline = time.monotonic() + seconds + INTER_NODE_EXTRA_SECONDS
         for number, chunk in enumerate(chunks):
             piece = self._piece(chunk)
+            # Empty on the same ranks of all nodes, which combine it with each other.
             if piece.start < piece.stop:
                 parts = [slot[piece] for slot in slots[:-1]]
                 parts[self.rank] = chunk[piece]
                 self._combine(parts, reduction, slots[-1][piece], deadline)
+            # Of this half: the next line may turn to the other one. It can be read
+            # after the barrier.
             result = slots[-1]
             if number + 1 < len(chunks):
                 slots = self._write_for_others(chunks[number + 1])
@@ -200,6 +204,7 @@ class NodeCollectives:
             self.buffer.barrier(signature, deadline)
             foreach_copy(list(outputs), slots[:-1])  # all in one call
             return
+        # FSDP gathers in place: its input is a part of the output.
         if data.data_ptr() != outputs[self.rank].data_ptr():
             outputs[self.rank].copy_(data)
         for begin in range(0, max(sizes), step):
@@ -265,6 +270,7 @@ class NodeCollectives:
         table = torch.stack(slots[:-1])
         expected = [out.numel() for out in outputs]
         found = table[:, self.rank].tolist()
+        # Of the whole table, which is equal on all ranks: so are the barriers to come.
         longest = int(table.max())
         if found != expected:
             raise GroupError(

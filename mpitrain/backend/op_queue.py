@@ -78,6 +78,7 @@ class PendingWork(Work):
         A timeout of 0 means the group's. The operation continues after a shorter one.
         """
         seconds = timeout.total_seconds()
+        # `_done` is set after the callbacks: one that waits here would wait for itself.
         if self._finished_by == threading.get_ident():
             pass  # called by a callback of its own future
         elif seconds > 0:
@@ -192,6 +193,7 @@ class OpQueue:
         Other ranks may never come to the operations of a rank that fails.
         """
         self._stop_thread()
+        # A thread cannot join itself, as in a callback that destroys the group.
         if self._thread is None or self._thread is threading.current_thread():
             return True
         self._thread.join(CLOSE_SECONDS)
@@ -215,6 +217,8 @@ class OpQueue:
         error: BaseException | None = None
         with self._running:
             try:
+                # With the lock: of two threads that help, the second must not run
+                # first.
                 work, action, seconds = self._pending.popleft()
             except IndexError:
                 return

@@ -48,6 +48,8 @@ class MessageWork(PendingWork):
         self._deadline = time.monotonic() + timeout_seconds
         self._is_receive = is_receive
         self._status = MPI.Status()
+        # A request may be tested by one thread at a time, which frees it when it is
+        # done.
         self._testing = threading.Lock()
         self._is_complete = False
 
@@ -88,6 +90,7 @@ class MessageWork(PendingWork):
     def _complete_after(self, check: Callable[[], bool | None]) -> None:
         """Complete the work unless `check` returns false; releases `_testing`."""
         try:
+            # By another thread, which may not have called `finish` yet.
             if self._is_complete:
                 return
             error: Exception | None = None
@@ -102,6 +105,7 @@ class MessageWork(PendingWork):
             self._is_complete = True
         finally:
             self._testing.release()
+        # Without the lock: a callback of the future may wait for this message.
         self.finish(error)
 
     def _receive(self) -> None:
@@ -200,6 +204,8 @@ class _ProgressThread:
                 return
             pause_seconds = min(pause_seconds * 1.5, longest)
             with self._lock:
+                # With the lock: `add` must see that this thread ends, and start another
+                # one.
                 self._works = [work for work in self._works if not work.is_done]
                 if not self._works:
                     self._is_running = False

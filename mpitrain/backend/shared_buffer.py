@@ -148,14 +148,20 @@ class SharedBuffer:
         begin = self._own_header * 4 + _TEXT_OFFSETS[parity]
         self._view[begin : begin + _TEXT_BYTES] = signature.text
         self._words[self._own_header + 1 + parity] = signature.code
+        # Whoever sees the count must see the text and the code.
         self._fence()
         self._words[self._own_header] = count
+        # A processor may read before its write is seen: of the last two ranks, neither
+        # might see the other, and both would sleep.
         self._fence()
         if self._all_arrived(count):
+            # Several ranks may write it, all the same number: without this rank nobody
+            # is in the next barrier.
             self._released.word.value = count
             self._released.wake()
         else:
             self._wait(count, deadline)
+        # What others wrote before the barrier is read after it.
         self._fence()
         for header in self._headers:
             if self._words[header + 1 + parity] != signature.code:
@@ -184,6 +190,7 @@ class SharedBuffer:
             os.sched_yield()
         check_at = time.monotonic() + LIVENESS_SECONDS
         while not self._is_released(count):
+            # Read first: after a release from here on `sleep_while` returns at once.
             before = self._released.word.value
             if self._is_released(count):
                 return
@@ -198,6 +205,8 @@ class SharedBuffer:
             if now > check_at:
                 check_at = now + LIVENESS_SECONDS
             raise_if_cancelled()
+            # Not for long: a rank that fails does not change this word, so that its
+            # wake-up may be missed.
             self._released.sleep_while(before, min(0.1, max(deadline - now, 0.001)))
 
     def _missing(self, count: int) -> list[int]:
@@ -269,6 +278,7 @@ def create_shared_buffer(
     Returns this node's, and the number of ranks on each node; ``None`` on every rank if
     some node has no memory, or no node has two ranks.
     """
+    # One exchange: each rank decides by the same facts, and so alike.
     mine = (_machine_id(), os.getpid(), frozenset(os.sched_getaffinity(0)))
     machines, pids, cores = zip(*allgather(mine), strict=True)
     nodes: dict[tuple[str, ...], list[int]] = {}
@@ -340,6 +350,7 @@ def _machine_id() -> tuple[str, ...]:
 _FUTEX_CALL = {"x86_64": 202, "ppc64le": 221, "s390x": 238}.get(platform.machine(), 98)
 """Number of the system call; 98 in the kernel's generic table, such as on aarch64."""
 
+# Without FUTEX_PRIVATE_FLAG, since several processes use the word.
 _FUTEX_WAIT, _FUTEX_WAKE, _ALL_WAITERS = 0, 1, 0x7FFFFFFF
 
 

@@ -20,6 +20,7 @@ class HostTensors:
 
     def __init__(self, tensors: Tensors, *, read: bool = True) -> None:
         self._copies: list[tuple[Tensor, Tensor]] = []
+        # Autograd refuses to write into weights, and would record it elsewhere.
         self.flat = [self._flatten(tensor.detach(), read) for tensor in tensors]
 
     def _flatten(self, tensor: Tensor, read: bool) -> Tensor:

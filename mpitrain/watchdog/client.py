@@ -77,9 +77,12 @@ class Watchdog:
             "launcher_sockets": list(launcher_sockets),
         }
         descriptors = [theirs.fileno(), memory, dump, terminated]
+        # Before the sidecar reads it: it would see no limit.
         self.start("starting MPI")
         self._process = subprocess.Popen(
             [
+                # Without site and the user's variables and folder: sooner, and no .pth
+                # file, sitecustomize or module of theirs runs here.
                 *(sys.executable, "-I", "-S", "-c", _PROGRAM, str(_PACKAGE_ROOT)),
                 *(map(str, descriptors)),
                 json.dumps(rank_info),
@@ -96,6 +99,7 @@ class Watchdog:
 
     def on_sigterm(self, handler: Callable[[int, Any], object]) -> None:
         """Call a handler at SIGTERM; the sidecar still sees that it came."""
+        # faulthandler chains to the handler that it finds: so it must come last.
         faulthandler.unregister(signal.SIGTERM)
         signal.signal(signal.SIGTERM, handler)
         faulthandler.register(
@@ -136,6 +140,7 @@ class Watchdog:
 
     def set_state(self, state: State) -> None:
         """Record that this rank leaves, fails, sleeps or is done."""
+        # A worker that was forked has the same memory.
         if os.getpid() == self._pid:
             self._heartbeat.set_state(state)
 
@@ -170,6 +175,7 @@ class Watchdog:
 
     def close(self) -> None:
         """Let the sidecar go: this process exits normally."""
+        # Called at the exit of forked processes, too.
         if os.getpid() != self._pid:
             return
         self.set_state(State.DONE)

@@ -119,6 +119,8 @@ class Coordinator:
         if self._is_suspended(now):
             self._awake_since = now
         self._decided_at = now
+        # First what a rank reports itself, then deaths, then silence: each of these
+        # follows from the one before.
         if self._failing_at is not None:
             if now - self._failing_at > ABORT_SECONDS:
                 self._abort(actions, 1)  # the reason is printed; mpirun lingers

@@ -49,6 +49,7 @@ class Heartbeat:
 
     def beat(self, phase: str, step: int = -1, limit_seconds: float = 0.0) -> None:
         """Record progress; `phase` is what comes next, and may take `limit_seconds`."""
+        # Kept as it is: `set_state` may be called by another thread.
         state = _STATE.unpack_from(self._memory, _STATE_OFFSET)[0]
         fields = (self._now(), limit_seconds, step, state, phase.encode()[:96])
         _LAYOUT.pack_into(self._memory, 0, *fields)

@@ -94,8 +94,11 @@ class Sidecar:
         while True:
             ready = self._wait()
             now = time.monotonic()
+            # The rank's end of the socket is closed: it has ended, or is another
+            # program.
             if self.control in ready and not self._read_control():
                 return None if self._has_exec() else self._handle_death(now)
+            # A worker that the rank has forked may have the socket, and outlive it.
             if os.getppid() != self.rank_pid:
                 return self._handle_death(now)
             if now >= self.poll_at:
@@ -113,6 +116,7 @@ class Sidecar:
     # --- the rank ---------------------------------------------------------------------
 
     def _wait(self) -> list[socket.socket]:
+        # Not `select`, which takes no descriptor above 1,023.
         poll = select.poll()
         by_number = {s.fileno(): s for s in [self.control, *self._sockets()]}
         for number in by_number:
@@ -161,6 +165,7 @@ class Sidecar:
 
     def _has_exec(self) -> bool:
         """Return whether the process has become another program, without a client."""
+        # The kernel closes a dying process's files before it is dead.
         end = time.monotonic() + 0.5
         while self.heartbeat.read().state is not State.DONE and time.monotonic() < end:
             if os.getppid() != self.rank_pid or self._process_state() == "Z":
@@ -207,6 +212,7 @@ class Sidecar:
             while not self.is_recorded and time.monotonic() < end:
                 time.sleep(0.02)
                 self._exchange(self._sockets(), time.monotonic())
+        # Now MPICH's launcher sees the death, and Open MPI's the end of the output.
         self.console.close(self.rank_info["launcher_sockets"])
         if not is_single:
             self.launcher.end_if_it_lingers(now)
@@ -223,6 +229,7 @@ class Sidecar:
         )
 
     def _cause_of_death(self, now: float) -> str:
+        # It may have come since the last look.
         self._check_terminations(now)
         if self.terminations[0] and now - self.terminations[1] < 3.0:
             return "terminated"
@@ -444,6 +451,7 @@ def main() -> None:
         *(signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT),
         *(signal.SIGUSR1, signal.SIGUSR2, signal.SIGPIPE),
     ):
+        # Schedulers signal all processes of a job: this one tells how its rank ends.
         signal.signal(number, signal.SIG_IGN)
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))  # one for each rank
