@@ -18,7 +18,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from difflib import SequenceMatcher
 from typing import Self
 
 _MIN_LIKENESS = 0.75
@@ -100,6 +99,7 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     >>> did_you_mean("something", ["else"])
     ''
     """
+    from difflib import SequenceMatcher  # not for each process that can fail
 
     def likeness(name: str) -> float:
         parts = (name, name[: len(word)], name[: len(word) + 1])

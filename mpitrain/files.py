@@ -7,7 +7,6 @@ import errno
 import json
 import math
 import os
-import shutil
 import stat
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -23,6 +22,7 @@ def replacing(path: Path) -> Iterator[Path]:
 
     Readers see the old file or the new one, never a part.
     """
+    # Beside it: within one file system alone a file replaces another at once.
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         yield beside
@@ -34,6 +34,8 @@ def replacing(path: Path) -> Iterator[Path]:
 @contextlib.contextmanager
 def filling(path: Path) -> Iterator[Path]:
     """Give an empty folder that becomes ``path``, a new one, unless that fails."""
+    import shutil  # not for the proxies of warm ranks: it loads three compressors
+
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         beside.mkdir()
@@ -63,6 +65,8 @@ def sync(path: Path) -> None:
 
 def write_json(path: Path, values: Mapping[str, Any]) -> None:
     """Write a JSON file whole."""
+    # What is nested and not finite is an error here, not a file that others cannot
+    # read.
     write_atomic(path, json.dumps(finite(values), indent=2, allow_nan=False) + "\n")
 
 
@@ -104,7 +108,10 @@ def make_private_folder(folder: Path) -> None:
     Raises an OSError if others may read or write in it, or replace it.
     """
     folder.mkdir(mode=0o700, exist_ok=True)
+    # Not of what a link leads to: another user may have put one there.
     status, above = folder.lstat(), folder.parent.stat()
+    # Who may write in the folder above could rename this one; where it is sticky, as
+    # /tmp, only its owner can.
     may_be_replaced = above.st_mode & 0o022 and not above.st_mode & stat.S_ISVTX
     is_own = status.st_uid == os.getuid() and not stat.S_IMODE(status.st_mode) & 0o077
     if may_be_replaced or not is_own:

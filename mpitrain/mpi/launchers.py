@@ -18,7 +18,6 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
-from ctypes.util import find_library
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -334,6 +333,9 @@ INSTALL_ALL = (
 
 def missing_library(error: str) -> str:
     """Return what else to do where mpi4py could not load a library of MPI."""
+    # Here: it takes as long as all else that a rank's sidecar imports.
+    from ctypes.util import find_library
+
     named = os.environ.get("MPI4PY_LIBMPI") or find_library("mpich") or ""
     if "libmpi.so.12" in error and "mpich" in named:
         return (
