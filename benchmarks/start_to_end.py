@@ -31,7 +31,7 @@ from pathlib import Path
 
 from stages.sitecustomize import STAGES
 
-from mpitrain.warm.fork_server import SOCKET
+from mpitrain.warm.protocol import SOCKET
 
 # Where it is set, as in images of containers, a clone of ours is compiled at each
 # start; an installed package, as theirs are, has been.

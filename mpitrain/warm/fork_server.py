@@ -1,27 +1,18 @@
 """The fork server of a node: it has imported torch, and forks a rank for each proxy.
 
 It has started neither MPI nor CUDA, and has one thread: so a fork of it is as good as a
-process of its own. Between a proxy and its fork are two sockets:
-
-    the proxy's connection   the request, its answer, the open files; later the status
-                             of the fork. When it closes, the proxy is gone, and the
-                             fork is killed.
-    the lifeline             the fork's answer, that it is ready, and the proxy's "go".
-                             A proxy that has begun cold meanwhile has closed it.
+process of its own. `protocol` has what is sent, docs/decisions/0018 why.
 """
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import gc
 import importlib
-import json
 import os
 import selectors
 import signal
 import socket
-import struct
 import sys
 import time
 import warnings
@@ -31,7 +22,7 @@ from typing import IO, Any
 
 from mpitrain.errors import LaunchError, UsageError
 from mpitrain.files import make_private_folder
-from mpitrain.launch.env_checks import STATUS_FILE, was_launched
+from mpitrain.launch.env_checks import was_launched
 from mpitrain.launch.import_torch import import_torch
 from mpitrain.launch.read_ahead import read_ahead
 from mpitrain.warm.process_state import (
@@ -41,13 +32,15 @@ from mpitrain.warm.process_state import (
     identity,
     is_renewable,
 )
+from mpitrain.warm.protocol import (
+    GO,
+    MAX_FILES,
+    STATUS,
+    receive_line,
+    send_line,
+    try_lock,
+)
 from mpitrain.watchdog.process import end_with_parent
-
-SOCKET = "MPITRAIN_FORK_SERVER"
-"""Variable that names the socket of a fork server, in place of the usual one."""
-
-NONE = "none"
-"""Its value where each rank shall import by itself."""
 
 MODULES = (
     "torch.distributed",
@@ -60,29 +53,12 @@ MODULES = (
 MORE_MODULES = ("torchvision",)
 """What many of them import; it takes as long again, since it imports torch._dynamo."""
 
-REQUEST_SECONDS = 5.0  # how long a proxy may take to send its request
+REQUEST_SECONDS = 5.0  # how long a proxy may take to send its request, or its files
 LOCK_SECONDS = 3.0  # for a server that is about to end
 RENEWAL_SECONDS = 1.0  # until all ranks of a start have been told
-STATUS = struct.Struct("i")  # of a fork, as `os.waitpid` returns it
-LENGTH = struct.Struct("I")  # of a request, before its JSON
 MAX_REASON = 200  # characters of values in a message
-MAX_FILES = 253  # that a message of a Unix socket may carry (Linux: SCM_MAX_FD)
 _ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _OF_RANKS = (signal.SIGUSR1, signal.SIGUSR2)  # schedulers may send them to all
-
-
-def socket_path(environ: Mapping[str, str]) -> Path:
-    """Return where this machine's fork server is: the user's, or of `supervise`."""
-    status = environ.get(STATUS_FILE)
-    name = "fork-server" if status is None else Path(status).parent.name
-    # Containers may share a machine's files, and not its name.
-    hostname = socket.gethostname().partition(".")[0]
-    return Path(environ.get(SOCKET, private_folder() / f"{name}-{hostname}"))
-
-
-def private_folder() -> Path:
-    """Return where the sockets of this user are, on each machine."""
-    return Path(f"/tmp/mpitrain-{os.getuid()}")
 
 
 class ForkServer:
@@ -117,7 +93,7 @@ class ForkServer:
         self.path = path
         self._is_of_start = lock is not None
         self._lock = lock or _lock(path)
-        if not self._is_of_start:  # mpirun may have bound it
+        if not self._is_of_start:  # mpirun may have bound it to a core
             os.sched_setaffinity(0, range(os.cpu_count() or 1))
         self._import(modules)
         self._files = _files_of_modules()
@@ -133,6 +109,7 @@ class ForkServer:
             importlib.import_module(name)
         gc.enable()
         gc.freeze()  # a collection in a fork would copy every page
+        # A first fork ends the threads of OpenBLAS: those that are left would be lost.
         if (pid := _fork()) == 0:
             os._exit(0)
         os.waitpid(pid, 0)
@@ -152,7 +129,7 @@ class ForkServer:
         signal.signal(signal.SIGCHLD, lambda *_: None)
         for number in _ENDING:
             signal.signal(number, self._end)
-        for number in _OF_RANKS:
+        for number in _OF_RANKS:  # each would end the server, and its forks with it
             signal.signal(number, signal.SIG_IGN)
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
         if was_launched(os.environ):  # mpirun may be killed
@@ -163,6 +140,7 @@ class ForkServer:
             selector.register(woken, selectors.EVENT_READ)
             selector.register(self._socket, selectors.EVENT_READ)
             while self._proxies or not self._is_ending:
+                # A signal wakes it, too: the death of a fork, or that it shall end.
                 seconds = idle_since + self._idle_seconds - time.monotonic()
                 if self._proxies or self._renewal:
                     seconds = RENEWAL_SECONDS
@@ -198,7 +176,7 @@ class ForkServer:
                 elif time.monotonic() >= idle_since + self._idle_seconds:
                     break
         self._remove_files()
-        sys.exit(0)
+        sys.exit(0)  # not `return`, which is for forks
 
     def _remove_files(self) -> None:
         self.path.unlink(missing_ok=True)
@@ -223,10 +201,9 @@ class ForkServer:
     def _answer(self, proxy: socket.socket) -> int | None:
         """Fork for a proxy; return the process id, 0 in the fork, ``None`` without."""
         try:
-            (length,) = LENGTH.unpack(_receive(proxy, LENGTH.size))
-            request = json.loads(_receive(proxy, length))
+            request = receive_line(proxy)
             reason = self._refusal(request["identity"], request["state"])
-            _send(proxy, {"cold": reason} if reason else {})
+            send_line(proxy, {"cold": reason} if reason else {})
             if reason:
                 return None
             state = ProcessState(**request["state"])
@@ -238,9 +215,12 @@ class ForkServer:
             try:
                 pid = _fork()
             except OSError as error:  # no process left, or no memory
-                _send(lifeline, {"cold": f"no fork: {error.strerror}"})
+                with contextlib.suppress(OSError):  # the proxy has begun cold
+                    send_line(lifeline, {"cold": f"no fork: {error.strerror}"})
                 pid = None
             if pid == 0:
+                # As objects: a number that one of them closed later may be a file of
+                # the rank by then. Of other proxies the rank would be a second end.
                 for it in (*self._own, self._socket, proxy, *self._proxies.values()):
                     it.close()
                 self._lock.close()
@@ -263,7 +243,8 @@ class ForkServer:
 
     @staticmethod
     def _kill(pid: int) -> None:
-        for kill in (os.killpg, os.kill):  # the group stands a moment after the fork
+        # Its group, too: what it has started. There is none in its first moment.
+        for kill in (os.killpg, os.kill):
             with contextlib.suppress(ProcessLookupError):
                 kill(pid, signal.SIGKILL)
 
@@ -294,37 +275,14 @@ class ForkServer:
 
     def _changed_file(self) -> str:
         """Return a file that is not what was imported; ``""``: all are."""
+        # Once for all ranks of a start: it looks at some 3,000 files.
         if time.monotonic() > self._checked_at + 1.0:
             self._checked_at = time.monotonic()
             for file, before in self._files.items():
                 if _stamp(file) != before:
-                    self._checked_at = 0.0
+                    self._checked_at = 0.0  # the next rank shall be refused, too
                     return file
         return ""
-
-
-def lock_file(path: Path) -> Path:
-    """Return the file beside a socket that its server locks."""
-    return path.with_name(f"{path.name}.lock")
-
-
-def try_lock(path: Path) -> IO[bytes] | None:
-    """Lock the file beside a socket; ``None`` if another process has.
-
-    The kernel releases it when this process, and its forks that have it, end.
-    """
-    while True:
-        file = lock_file(path).open("ab")
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if os.path.samestat(os.fstat(file.fileno()), lock_file(path).stat()):
-                return file
-        except BlockingIOError:
-            file.close()
-            return None
-        except FileNotFoundError:
-            pass
-        file.close()  # the file has been removed meanwhile
 
 
 def _lock(path: Path) -> IO[bytes]:
@@ -357,31 +315,6 @@ def _listen(path: Path) -> socket.socket:
     return own
 
 
-def _receive(proxy: socket.socket, size: int) -> bytes:
-    data, end = b"", time.monotonic() + REQUEST_SECONDS
-    while len(data) < size:
-        if time.monotonic() > end:
-            raise TimeoutError
-        more = proxy.recv(size - len(data))
-        if not more:
-            raise ConnectionError("it has ended")
-        data += more
-    return data
-
-
-def _send(proxy: socket.socket, answer: dict[str, object]) -> None:
-    with contextlib.suppress(OSError):  # it has begun cold
-        proxy.sendall(json.dumps(answer).encode() + b"\n")
-
-
-def read_answer(server: socket.socket) -> dict[str, Any]:
-    """Return what a server, or a fork, has sent to its proxy; an OSError without."""
-    line = server.makefile().readline()
-    if not line:
-        raise ConnectionError("it has ended")
-    return json.loads(line)  # type: ignore[no-any-return]
-
-
 def _fork() -> int:
     # OpenBLAS ends its threads before a fork, and starts them again when it needs them;
     # Python warns of threads all the same (3.12 and later).
@@ -399,18 +332,17 @@ def _become(
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     end_with_parent(server, signal.SIGKILL)
-    try:
-        lifeline = state.take(files, lifeline)
-    except Exception as error:  # it must not go on as a second server
-        _send(lifeline, {"cold": str(error)})
-        os._exit(1)
-    _send(lifeline, {"pid": os.getpid()})
-    try:
-        is_begun = lifeline.recv(1) == b"g"
-    except OSError:  # the proxy has begun cold, and left an answer unread
-        is_begun = False
+    is_begun = False
+    with contextlib.suppress(OSError):  # the proxy has begun cold
+        try:
+            lifeline = state.take(files, lifeline)
+        except Exception as error:
+            send_line(lifeline, {"cold": str(error)})
+        else:
+            send_line(lifeline, {"pid": os.getpid()})
+            is_begun = lifeline.recv(1) == GO
     if not is_begun:
-        os._exit(1)
+        os._exit(1)  # it must not return as a second server
     lifeline.close()
 
 

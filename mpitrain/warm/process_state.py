@@ -10,13 +10,12 @@ import resource
 import signal
 import socket
 import sys
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO, cast
+from typing import TYPE_CHECKING, TextIO, cast
 
 from mpitrain import __version__
 from mpitrain.watchdog.process import PROXY, memory_limit
@@ -152,10 +151,6 @@ class ProcessState:
             ],
         )
 
-    def to_json(self) -> dict[str, Any]:
-        """Return it as JSON has it."""
-        return asdict(self)
-
     def take(self, received: Sequence[int], keep: socket.socket) -> socket.socket:
         """Make this process one that was started so; an OSError if it cannot be.
 
@@ -214,11 +209,13 @@ class ProcessState:
             raise OSError(0, "it is in another cgroup, and GPUs may be others there")
 
     def _set_python(self) -> None:
+        import tempfile  # the server has; each proxy begins sooner without
+
         os.environ.clear()
         os.environ.update(self.variables)
         os.environ[PROXY] = f"{os.getpid()} {self.pid}"
-        time.tzset()
-        tempfile.tempdir = None
+        time.tzset()  # as TZ says now
+        tempfile.tempdir = None  # as TMPDIR says now
         sys.argv[:], sys.orig_argv[:] = self.argv, self.orig_argv
         importlib.invalidate_caches()  # folders may have been made since
         for stream, is_line_buffered in zip(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import resource
 import signal
@@ -13,20 +12,18 @@ from contextlib import ExitStack, suppress
 from typing import Any, NoReturn
 
 from mpitrain.files import make_private_folder
-from mpitrain.flags import HELP_FLAGS
 from mpitrain.launch.env_checks import forget_parent, launched_rank, was_launched
-from mpitrain.schedulers.signals import had_term
-from mpitrain.warm.fork_server import (
-    LENGTH,
+from mpitrain.warm.process_state import ProcessState, identity
+from mpitrain.warm.protocol import (
+    GO,
     MAX_FILES,
     NONE,
     SOCKET,
     STATUS,
-    read_answer,
+    receive_line,
+    send_line,
     socket_path,
 )
-from mpitrain.warm.process_state import ProcessState, identity
-from mpitrain.warm.start_server import NotServed, server_of_start
 from mpitrain.watchdog.process import launchers_of
 
 ANSWER_SECONDS = 10.0  # after which a rank begins cold
@@ -48,13 +45,18 @@ def start_warm() -> None:
     path = socket_path(os.environ)
     if (
         (words and words[0] not in COMMANDS and not words[0].startswith("-"))
-        or not HELP_FLAGS.isdisjoint(words)
         or os.environ.get(SOCKET) == NONE
         or not was_launched(os.environ)
         or forget_parent(dict(os.environ))
     ):
         return
     if not os.path.exists(path):  # noqa: PTH110 - False, too, where it may not be seen
+        # Not at the top: where a server listens no process of a start needs them.
+        from mpitrain.flags import HELP_FLAGS
+        from mpitrain.warm.start_server import NotServed, server_of_start
+
+        if not HELP_FLAGS.isdisjoint(words):  # no torch for it
+            return
         try:
             of_start = server_of_start(os.environ)
         except NotServed as reason:
@@ -93,10 +95,8 @@ def _ask(server: socket.socket, state: ProcessState) -> dict[str, Any]:
     if len(state.descriptors) >= MAX_FILES:
         found = len(state.descriptors)
         return {"cold": f"{found} files are open; expected fewer than {MAX_FILES}"}
-    request = {"state": state.to_json(), "identity": identity()}
-    data = json.dumps(request).encode()
-    server.sendall(LENGTH.pack(len(data)) + data)
-    return read_answer(server)
+    send_line(server, {"state": vars(state), "identity": identity()})
+    return receive_line(server)
 
 
 def _send_files(
@@ -112,7 +112,7 @@ def _send_files(
     """
     with of_fork:
         socket.send_fds(server, [b"f"], [of_fork.fileno(), *state.descriptors])
-    return read_answer(lifeline)
+    return receive_line(lifeline)
 
 
 def _stand_for(
@@ -122,6 +122,9 @@ def _stand_for(
     launchers = launchers_of(os.getpid())
 
     def pass_on(number: int, _: object) -> None:
+        # Imported at the signal: no start waits for it.
+        from mpitrain.schedulers.signals import had_term
+
         # Where the scheduler signals the fork, too, it would get TERM twice.
         if number != signal.SIGTERM or not had_term(pid, launchers, os.environ):
             with suppress(ProcessLookupError):
@@ -132,7 +135,7 @@ def _stand_for(
             signal.signal(it, pass_on)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
     with suppress(OSError):  # it has ended already; the server tells its status
-        lifeline.sendall(b"g")
+        lifeline.sendall(GO)
     lifeline.close()
     # The launcher sees the end of a rank's files when the fork closes them. Messages
     # of this process need the last one.

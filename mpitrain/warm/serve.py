@@ -11,6 +11,7 @@ from mpitrain.console import say
 from mpitrain.errors import UsageError
 from mpitrain.launch.env_checks import STATUS_FILE
 from mpitrain.settings import check_values, setting
+from mpitrain.warm.protocol import NONE, SOCKET, socket_path
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +27,7 @@ class ServeConfig:
 
 def serve(config: ServeConfig) -> None:
     """Serve until it is idle, or ended by Ctrl-C; returns in each fork, a rank."""
-    from mpitrain.warm.fork_server import NONE, SOCKET, ForkServer, socket_path
+    from mpitrain.warm.fork_server import ForkServer
 
     if os.environ.get(SOCKET) == NONE:
         raise UsageError(f"found {SOCKET}={NONE}, by which each rank imports: unset it")

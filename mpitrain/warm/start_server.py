@@ -18,18 +18,10 @@ from pathlib import Path
 from typing import IO
 
 from mpitrain.files import make_private_folder
-from mpitrain.launch.cpu import cpu_quota
 from mpitrain.launch.env_checks import launched_local_size
 from mpitrain.mpi.launchers import JOB_VARIABLE, LAUNCHERS, by_process
-from mpitrain.warm.fork_server import (
-    MODULES,
-    SOCKET,
-    ForkServer,
-    lock_file,
-    private_folder,
-    try_lock,
-)
 from mpitrain.warm.process_state import identity, inherited_files
+from mpitrain.warm.protocol import SOCKET, lock_file, private_folder, try_lock
 from mpitrain.watchdog.process import Ancestor, end_with_parent, launchers_of, name_of
 
 IMPORT_SECONDS = 120.0  # after which a rank begins cold
@@ -87,7 +79,11 @@ def _is_shared(launcher: Ancestor, environ: Mapping[str, str]) -> bool:
     if is_alone or any(map(os.path.exists, GPU_DEVICES)):
         return False
     # With a core each, ranks import at the same time, and gain nothing.
-    return num_ranks > min(len(_own_cores(launcher)), cpu_quota())
+    if num_ranks > len(_own_cores(launcher)):
+        return True
+    from mpitrain.launch.cpu import cpu_quota  # late: it imports much
+
+    return num_ranks > cpu_quota()
 
 
 def _own_cores(launcher: Ancestor) -> set[int]:
@@ -127,6 +123,9 @@ def _serve(path: Path, lock: IO[bytes], cores: set[int], rank: int) -> None:
     """Be the server; returns in each fork, which is a rank."""
     server = os.getpid()
     try:
+        # Late: it imports much, and the ranks that wait need none of it.
+        from mpitrain.warm.fork_server import MODULES, ForkServer
+
         end_with_parent(rank)
         _remove_stale(path)
         # mpirun waits for the end of a rank's output, MPICH for that of its socket.

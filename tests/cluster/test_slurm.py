@@ -27,7 +27,7 @@ import os, signal, time
 from pathlib import Path
 import torch
 import mpitrain
-from mpitrain.warm.fork_server import socket_path
+from mpitrain.warm.protocol import socket_path
 
 class Fault(mpitrain.Callback):
     def on_fit_start(self, trainer):

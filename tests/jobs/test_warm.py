@@ -316,7 +316,7 @@ def test_what_cannot_be_handed_on_begins_cold(tmp_path: Path) -> None:
     words = ("run", script)
     other = {"OMP_NUM_THREADS": "2"}
     with fork_server(mpi, tmp_path):
-        for said in (b"", b"\x02\0\0\0{}", b"\x09\0\0\0no JSON.."):
+        for said in (b"", b"{}\n", b"no JSON\n", b"{"):
             with socket.socket(socket.AF_UNIX) as stranger:
                 stranger.connect(server_variables(tmp_path)["MPITRAIN_FORK_SERVER"])
                 stranger.sendall(said)
@@ -379,7 +379,7 @@ def test_restarts_under_supervise_are_warm(mpi: Mpi, tmp_path: Path) -> None:
         "def main():\n    print('warm' if 'MPITRAIN_PROXY' in os.environ else 'cold')\n"
         "    print('socket', socket_path(os.environ))",
     )
-    head = "import time\nfrom mpitrain.warm.fork_server import socket_path\n"
+    head = "import time\nfrom mpitrain.warm.protocol import socket_path\n"
     (tmp_path / "train.py").write_text(head + text)
     options = ["--restarts", "3", "--warm"]
     done = supervise(mpi, tmp_path, options, *RUN)
