@@ -51,12 +51,13 @@ def _lines_of(flag: Flag) -> list[str]:
             default = " ".join(map(str, default))
         if str(default) and "Default:" not in text:
             text = f"{text} [{default}]"
-    width = min(max(shutil.get_terminal_size().columns, 72), 100)
-    lines = textwrap.wrap(text, width - HELP_COLUMN, break_on_hyphens=False)
-    indent = " " * HELP_COLUMN
-    lines = [indent + line for line in lines]
-    if not lines:
-        return [head]
-    if len(head) < HELP_COLUMN - 1:
-        return [head.ljust(HELP_COLUMN) + lines[0].lstrip(), *lines[1:]]
-    return [head, *lines]
+    indent, first = " " * HELP_COLUMN, head.ljust(HELP_COLUMN)
+    has_room = len(head) < HELP_COLUMN - 1
+    lines = textwrap.wrap(
+        text,
+        width=min(max(shutil.get_terminal_size().columns, 72), 100),
+        initial_indent=first if has_room else indent,
+        subsequent_indent=indent,
+        break_on_hyphens=False,
+    )
+    return lines if has_room and lines else [head, *lines]

@@ -105,10 +105,10 @@ def flags_of(kind: Any) -> Iterator[Flag]:
             group = getattr(kind, field.name, None)
             yield from flags_of(group or field.default_factory())
             continue
-        if not field.metadata.get("facts", FlagFacts()).has_flag:
+        facts, hint = field.metadata.get("facts", FlagFacts()), hints[field.name]
+        if not facts.has_flag:
             continue
         owner = next(it for it in bases if field.name in inspect.get_annotations(it))
-        facts, hint = field.metadata.get("facts", FlagFacts()), hints[field.name]
         yield Flag(
             group=owner,
             field=field.name,
@@ -160,6 +160,7 @@ def values_of(hint: Any) -> str:
 @cache
 def _docs(kind: type) -> dict[str, str]:
     """Return the docstrings below the fields of a dataclass, each in one line."""
+    # From the source: Python keeps no docstring of a field.
     (tree,) = ast.parse(textwrap.dedent(inspect.getsource(kind))).body
     assert isinstance(tree, ast.ClassDef)
     found: dict[str, str] = {}
