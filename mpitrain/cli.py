@@ -16,7 +16,7 @@ import socket
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
 from mpitrain.config import TrainConfig, default_start_timeout
 from mpitrain.errors import UsageError, did_you_mean
@@ -30,10 +30,6 @@ from mpitrain.launch.env_checks import (
 )
 from mpitrain.mpi.collectives import all_or_none, on_rank_zero
 from mpitrain.mpi.world import rank_label
-
-if TYPE_CHECKING:
-    from mpitrain.launch.run_target import Target
-    from mpitrain.stage.stage import StageConfig
 
 
 def console() -> None:
@@ -51,6 +47,7 @@ def main(argv: Sequence[str]) -> int:
     name, *words = argv if argv and argv[0] in COMMANDS else ["train", *argv]
     try:
         status = COMMANDS[name](words) or 0
+    # Ctrl-C and `sys.exit`, too: the status is written, whatever ends this.
     except BaseException as error:
         if exit_status(error) != 0:
             rank, size = launched_rank(os.environ), launched_size(os.environ)
@@ -97,7 +94,7 @@ def serve(argv: Sequence[str]) -> NoReturn:
     from mpitrain.warm.serve import ServeConfig, serve
 
     serve(_read(ServeConfig, "serve", argv))
-    exit_now(main(sys.argv[1:]))  # in a fork, which is a rank
+    exit_now(main(sys.argv[1:]))  # in a fork: a rank, which has words of its own
 
 
 def hostfile(argv: Sequence[str]) -> None:
@@ -257,17 +254,12 @@ def run(argv: Sequence[str]) -> None:
 
 def stage(argv: Sequence[str]) -> int:
     """Copy Python and torch to each node by MPI, then run a command from there."""
-    words, command = _split(argv)
-
-    def read() -> tuple[StageConfig, Target]:
-        from mpitrain.stage.stage import read_words
-
-        return read_words(words, command)
-
-    _answer(words, read)
     from mpitrain.launch.job import start_job
-    from mpitrain.stage.stage import read_command, run
+    from mpitrain.stage.stage import read_command, read_words, run
 
+    words, command = _split(argv)
+    read = functools.partial(read_words, words, command)
+    _answer(words, read)
     job = start_job(start_timeout_seconds=start_timeout(command))
     with job.guard:
         config, first = on_rank_zero(job.comm, read, "read the command line")
@@ -290,8 +282,7 @@ def check(argv: Sequence[str]) -> int:
     from mpitrain.launch.job import start_job
     from mpitrain.tools.check.job import check_job
 
-    limit = start_timeout(argv)
-    job = start_job(start_timeout_seconds=limit, may_spawn=False)
+    job = start_job(start_timeout_seconds=start_timeout(argv), may_spawn=False)
     with job.guard:
         config = on_rank_zero(job.comm, read, "read the command line")
         return check_job(job, config, os.environ)
