@@ -388,7 +388,7 @@ class TrainConfig(
 
     @property
     def changed(self) -> dict[str, FlagFacts]:
-        """The facts of the fields that are not as `TrainConfig` has them."""
+        """The facts of the fields, without `launch`, that have not their default."""
         return {
             name: facts
             for name, facts in sorted(facts_of(self).items())

@@ -155,6 +155,7 @@ def _parse(flags: Sequence[Flag], words: Sequence[str], program: str) -> dict[st
             if flag is None:
                 raise _unexpected(word, after, program)
         else:
+            # `--no-` is for switches; a flag's own name may begin so.
             flag = by_name.get(name if is_on else name.replace("--no-", "--", 1))
             if flag is None or not (is_on or flag.hint is bool):
                 raise _unknown(word, name, by_name, program)
@@ -269,6 +270,7 @@ def _read_config_file(file: Path, flags: Sequence[Flag]) -> dict[str, Any]:
     for name, value in values.items():
         is_list = isinstance(value, list) and name.replace("-", "_") in lists
         for it in value if is_list else [value]:
+            # YAML has dates, and mappings.
             if not (it is None or isinstance(it, str | int | float)):
                 raise UsageError(
                     f"{name} is a {type(it).__name__}; "

@@ -91,6 +91,7 @@ class _DeferredModule(ModuleType):
     """Stands for a module, and imports it when an attribute is missing here."""
 
     def __getattr__(self, name: str) -> Any:
+        # `import torch._dynamo.x` asks for the path.
         if name.startswith("__") and name != "__path__":
             raise AttributeError(name)  # by `inspect`, which looks at all modules
         with _LOCK:
@@ -135,6 +136,7 @@ def without_compile_wrappers(model: torch.nn.Module) -> torch.nn.Module:
     """
     model = _compiled_in_place(model)
     for part in list(model.modules()):
+        # Not `named_children`, which leaves out the second name of a shared part.
         for name, child in list(part._modules.items()):  # noqa: SLF001
             if (found := _compiled_in_place(child)) is not child:
                 setattr(part, name, found)
@@ -162,6 +164,12 @@ def is_persistent_buffer(module: torch.nn.Module, name: str) -> bool:
 def is_compiled(model: torch.nn.Module) -> bool:
     """Whether a part of a model is compiled by ``module.compile()`` (2.9 to 2.15)."""
     return any(it._compiled_call_impl for it in model.modules())  # noqa: SLF001
+
+
+def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an optimizer has hooks before or after its steps (torch 2.9 to 2.15)."""
+    names = "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"
+    return any(getattr(optimizer, name, None) for name in names)
 
 
 def hide_worker_info() -> None:
@@ -217,6 +225,7 @@ def destroy_process_group() -> None:
     These hold names of groups, which the next sub-world uses again.
     """
     dist.destroy_process_group()
+    # Where nobody has imported it there are no caches.
     if "torch.distributed.tensor" in sys.modules:
         from torch.distributed.tensor import _redistribute, debug
 
@@ -233,6 +242,7 @@ def call_before_destroy(action: Callable[[], object]) -> None:
         action()
         destroy(group)
 
+    # Scripts import it from either.
     for module in (dist, dist.distributed_c10d):
         module.destroy_process_group = destroy_process_group  # type: ignore[attr-defined]
 
@@ -357,9 +367,3 @@ def patch_work() -> None:
         ("_mpitrain_patched", True),
     ):
         setattr(dist.Work, name, value)
-
-
-def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether an optimizer has hooks before or after its steps (torch 2.9 to 2.15)."""
-    names = "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"
-    return any(getattr(optimizer, name, None) for name in names)
