@@ -45,7 +45,10 @@ from mpitrain.watchdog.process import end_with_parent
 MODULES = (
     "torch.distributed",
     "mpi4py",
+    "threadpoolctl",
+    "mpitrain.tools.command",
     "mpitrain.tools.train.run",
+    "mpitrain.launch.early_return",
     "mpitrain.launch.run_script",
 )
 """What each rank of a training imports, but for MPI itself."""
@@ -107,6 +110,8 @@ class ForkServer:
         import_torch()
         for name in modules:
             importlib.import_module(name)
+        # It keeps where the libraries are, for which each rank would take 13 ms.
+        sys.modules["threadpoolctl"].threadpool_info()
         gc.enable()
         gc.freeze()  # a collection in a fork would copy every page
         # A first fork ends the threads of OpenBLAS: those that are left would be lost.
