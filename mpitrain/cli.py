@@ -19,8 +19,9 @@ from pathlib import Path
 from typing import NoReturn
 
 from mpitrain.config import TrainConfig, default_start_timeout
+from mpitrain.console import HELP_FLAGS
 from mpitrain.errors import UsageError, did_you_mean
-from mpitrain.flags import HELP_FLAGS, PROGRAM, Config, HelpShown, read_flags
+from mpitrain.flags import PROGRAM, Config, HelpShown, read_flags
 from mpitrain.launch.env_checks import (
     forget_parent,
     is_one_of_several,

@@ -6,6 +6,9 @@ import sys
 from pathlib import Path
 from typing import TextIO
 
+# Flags that are answered on the terminal, instead of running the command.
+HELP_FLAGS = frozenset({"-h", "--help", "--help-all", "--version"})
+
 
 def say(line: str, file: TextIO | None = None) -> None:
     """Print a line on the terminal, above the progress bar if there is one."""

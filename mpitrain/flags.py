@@ -14,14 +14,12 @@ from types import NoneType
 from typing import Any, Literal, TypeVar, get_args, get_origin
 
 from mpitrain._version import __version__
+from mpitrain.console import HELP_FLAGS
 from mpitrain.errors import MpitrainError, UsageError, did_you_mean, usage_errors_in
 from mpitrain.help import help_text
 from mpitrain.settings import Flag, flag_name, flags_of, setting
 
 PROGRAM = "python -m mpitrain"
-
-# Flags that are answered instead of running the command.
-HELP_FLAGS = frozenset({"-h", "--help", "--help-all", "--version"})
 
 Config = TypeVar("Config")
 

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from typing import Any, NoReturn
 
+from mpitrain.console import HELP_FLAGS
 from mpitrain.files import make_private_folder
 from mpitrain.launch.env_checks import forget_parent, launched_rank, was_launched
 from mpitrain.warm.process_state import ProcessState, identity
@@ -45,18 +46,16 @@ def start_warm() -> None:
     path = socket_path(os.environ)
     if (
         (words and words[0] not in COMMANDS and not words[0].startswith("-"))
+        or not HELP_FLAGS.isdisjoint(words)
         or os.environ.get(SOCKET) == NONE
         or not was_launched(os.environ)
         or forget_parent(dict(os.environ))
     ):
         return
     if not os.path.exists(path):  # noqa: PTH110 - False, too, where it may not be seen
-        # Not at the top: where a server listens no process of a start needs them.
-        from mpitrain.flags import HELP_FLAGS
+        # Not at the top: where a server listens no process of a start needs it.
         from mpitrain.warm.start_server import NotServed, server_of_start
 
-        if not HELP_FLAGS.isdisjoint(words):  # no torch for it
-            return
         try:
             of_start = server_of_start(os.environ)
         except NotServed as reason:
