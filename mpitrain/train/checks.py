@@ -127,27 +127,25 @@ def call_step(
     step: Callable[..., Losses], model: Any, batch: Any, *names: str
 ) -> Losses:
     """Call a training step; say so if it takes no name of an optimizer."""
-    args = model, batch, *names
-    if not names:
-        return step(*args)
-    try:
-        inspect.signature(step).bind(*args)
-    except TypeError:
-        raise UsageError(
-            f"{step.__qualname__} is called with the name of one of several optimizers,"
-            f" {args[-1]!r}; expected the arguments model, batch, name"
-        ).on_all_ranks() from None
-    return step(*args)
+    if names:
+        try:
+            inspect.signature(step).bind(model, batch, *names)
+        except TypeError:
+            raise UsageError(
+                f"{step.__qualname__} is called with the name of one of several "
+                f"optimizers, {names[-1]!r}; expected the arguments model, batch, name"
+            ).on_all_ranks() from None
+    return step(model, batch, *names)
 
 
-def shown_names(names: list[str]) -> str:
-    """Name some weights.
+def shown_names(names: Sequence[object], most: int = MAX_NAMED, by: str = ", ") -> str:
+    """Name some weights, or samples.
 
-    >>> shown_names(list("abcdef"))
-    'a, b, c, d and 2 more'
+    >>> shown_names("abcdef"), shown_names([3, 1], by=" ")
+    ('a, b, c, d and 2 more', '3 1')
     """
-    more = len(names) - MAX_NAMED
-    return ", ".join(names[:MAX_NAMED]) + (f" and {more} more" if more > 0 else "")
+    more = len(names) - most
+    return by.join(map(str, names[:most])) + (f" and {more} more" if more > 0 else "")
 
 
 def explain_call(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 from typing import Any
@@ -11,12 +12,13 @@ import torch.distributed as dist
 
 from mpitrain.errors import NonFiniteError
 from mpitrain.launch.job import heartbeat
+from mpitrain.train.checks import shown_names
 from mpitrain.train.metrics import NUM_PHASES
 from mpitrain.train.step_metrics import MicroBatchLosses
 
 logger = logging.getLogger("mpitrain")
 
-MAX_NAMED = 16  # samples that a message names
+MAX_SAMPLES = 16  # that a message names
 
 
 def handle_nonfinite(
@@ -50,18 +52,19 @@ def handle_nonfinite(
     name = engine.strategy.pass_name
     where = f"in step {step} (epoch {state.epoch})" + f", pass {name!r}" * bool(name)
     rank = next((rank for rank, named in enumerate(found) if named), None)
+    shown = functools.partial(shown_names, most=MAX_SAMPLES, by=" ")
     if rank is None:
         samples = np.concatenate([indices for indices, *_ in losses]).tolist()
         reason = (
             f"the norm of the gradient is {grad_norm} {where}, though every rank's "
-            f"loss is finite; rank {world.rank} had samples {_list_samples(samples)}"
+            f"loss is finite; rank {world.rank} had samples {shown(samples)}"
         )
     else:
         loss, samples = found[rank][0]
         host = next(node.hostname for node in world.nodes if rank in node.ranks)
         reason = (
             f"the loss is {loss} {where} on rank {rank}/{world.world_size} {host}, "
-            f"samples {_list_samples(samples)}"
+            f"samples {shown(samples)}"
         )
     if engine.config.on_nonfinite == "stop":
         trainer.sync_metrics(flush=True)  # report the steps before
@@ -90,14 +93,3 @@ def handle_deferred(trainer: Any) -> None:
             timer.pending = timer.take()
             del timer.pending.steps[place * NUM_PHASES :]
         handle_nonfinite(trainer, losses, norm, first + place)
-
-
-def _list_samples(samples: list[int]) -> str:
-    """Name some samples.
-
-    >>> _list_samples([3, 1]), _list_samples(list(range(20)))[-13:]
-    ('3 1', '15 and 4 more')
-    """
-    shown = " ".join(str(sample) for sample in samples[:MAX_NAMED])
-    more = len(samples) - MAX_NAMED
-    return f"{shown} and {more} more" if more > 0 else shown
