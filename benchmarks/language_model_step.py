@@ -146,7 +146,7 @@ def by_hand(
         fused=True,
     )
     stages = place_stages(None, config)
-    plan = Plan(num_samples=len(data), world_size=1, config=config, stages=stages)
+    plan = Plan(num_samples=len(data), config=config, stages=stages)
     order: list[int] = []
     num_workers: Any = config.num_workers
     loader = DataLoader(

@@ -199,7 +199,7 @@ def by_hand(
     )
     steps_per_epoch = -(-len(targets) // size)
     stages = place_stages(None, config)
-    plan = Plan(num_samples=len(targets), world_size=1, config=config, stages=stages)
+    plan = Plan(num_samples=len(targets), config=config, stages=stages)
     weights = list(model.parameters())
     norms: list[float] = []
 

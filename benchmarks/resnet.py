@@ -148,7 +148,7 @@ def by_hand(
     scaler = torch.amp.GradScaler(world.device, enabled=config.precision == "fp16")
     steps_per_epoch = -(-len(train) // size)
     stages = place_stages(None, config)
-    plan = Plan(num_samples=len(train), world_size=1, config=config, stages=stages)
+    plan = Plan(num_samples=len(train), config=config, stages=stages)
 
     def autocast() -> contextlib.AbstractContextManager[Any]:
         kind = world.device.partition(":")[0]

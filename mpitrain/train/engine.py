@@ -162,7 +162,6 @@ class Engine:
         self._doubles_rows = has_batch_norm and max_rows > 1
         self.plan = Plan(
             num_samples=num,
-            world_size=world.world_size,
             config=config,
             stages=place_stages(stages, config),
             num_steps=self.data.num_steps,

@@ -19,7 +19,6 @@ class Plan:
     """Stages, epochs and steps. Equal on all ranks."""
 
     num_samples: int | None  # training samples; ``None`` for an iterable data set
-    world_size: int
     config: TrainConfig
     stages: tuple[Stage, ...]  # in order; of a dry run, a part of the first one
     num_steps: int | None = None  # of the first epoch, if a sampler makes them
@@ -117,7 +116,7 @@ class Plan:
         >>> def rates(**settings):
         ...     config = TrainConfig(lr=1.0, epochs=3, global_batch_size=1, **settings)
         ...     stages = place_stages(None, config)
-        ...     plan = Plan(num_samples=2, world_size=1, config=config, stages=stages)
+        ...     plan = Plan(num_samples=2, config=config, stages=stages)
         ...     states = [TrainState(step=i, epoch=1 + i // 2) for i in range(6)]
         ...     found = [plan.learning_rate(plan.stages[0], it, it.step % 2)
         ...         for it in states[: plan.total_steps]]
