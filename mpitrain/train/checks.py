@@ -14,6 +14,7 @@ from torch import nn
 from mpitrain.config import TrainConfig
 from mpitrain.data.samples import kind_of
 from mpitrain.errors import DataError, UsageError
+from mpitrain.mpi.shared_arrays import Communicator
 from mpitrain.tasks.task import Losses, Task
 from mpitrain.train.callbacks import Callback
 from mpitrain.train.means import is_weighted
@@ -23,6 +24,19 @@ logger = logging.getLogger("mpitrain")
 MAX_NAMED = 4  # weights that a message names
 
 INTEGERS = (torch.uint8, torch.int16, torch.int32, torch.int64, torch.bool)
+
+
+def check_same_config(config: TrainConfig, ranks: Communicator) -> None:
+    """Refuse configurations that differ between ranks; collective."""
+    settings = config.as_plain("").items()
+    of_ranks = ranks.allgather([f"{name} {value}" for name, value in settings])
+    for rank, of_rank in enumerate(of_ranks):
+        for found, expected in zip(of_rank, of_ranks[0], strict=True):
+            if found != expected:
+                raise UsageError(
+                    f"the TrainConfig differs between ranks: {expected} on rank 0, "
+                    f"{found} on rank {rank}; expected the same on every rank"
+                ).on_all_ranks()
 
 
 def check_metrics(found: Any) -> Mapping[str, Any]:

@@ -25,7 +25,12 @@ from mpitrain.mpi.shared_arrays import communicator
 from mpitrain.mpi.world import World
 from mpitrain.tasks.stages import Stage, place_stages
 from mpitrain.tasks.task import Model, Task, TrainedPart
-from mpitrain.train.checks import MAX_NAMED, explain_call, shown_names
+from mpitrain.train.checks import (
+    MAX_NAMED,
+    check_same_config,
+    explain_call,
+    shown_names,
+)
 from mpitrain.train.data import TrainData
 from mpitrain.train.evaluate import (
     Evaluation,
@@ -52,7 +57,6 @@ from mpitrain.train.optimizer import OptimizerWrapper
 from mpitrain.train.plan import Plan
 from mpitrain.train.precision import autocast
 from mpitrain.train.predict import Writer, predict
-from mpitrain.train.step_metrics import MicroBatchLosses
 from mpitrain.train.strategy.base import Strategy
 from mpitrain.train.trained_weights import TrainedWeights
 from mpitrain.train.verification import Verification
@@ -108,7 +112,7 @@ class Engine:
         self._can_cache_features = (
             can_cache_features and not strategy.micro_batches_are_fixed
         )
-        self._check_config()
+        check_same_config(config, self.ranks)
         check_data_set(test_data, "the test data")
         names = "one"
         if isinstance(val_data, Mapping):
@@ -233,18 +237,6 @@ class Engine:
             expected,
         )
 
-    def _check_config(self) -> None:
-        settings = self.config.as_plain("").items()
-        gathered = self.ranks.allgather([f"{name} {value}" for name, value in settings])
-        for rank, of_rank in enumerate(gathered):
-            for found, expected in zip(of_rank, gathered[0], strict=True):
-                if found != expected:
-                    raise UsageError(
-                        f"the TrainConfig differs between ranks: {expected} on "
-                        f"rank 0, {found} on rank {rank}; expected the same on "
-                        "every rank"
-                    ).on_all_ranks()
-
     # --- a stage ------------------------------------------------------------------
 
     def start_stage(self, stage: Stage) -> None:
@@ -335,25 +327,6 @@ class Engine:
                 f"{expected}"
             )
 
-    def weight_factor(
-        self, losses: Sequence[MicroBatchLosses], num_samples: int
-    ) -> float | Tensor:
-        """Return by what a step's gradients are multiplied, if losses have weights.
-
-        The backward pass divided them by the samples of the step. The weights of other
-        ranks are not known before, and need not be: the gradient is linear in them.
-        """
-        weights = [found.sums["loss"].weight for found in losses]
-        mine = [weight for weight in weights if weight is not None]
-        if not mine:
-            return 1.0
-        total = self.strategy.sum_of_weights(mine)
-        if isinstance(total, Tensor):
-            return torch.where(
-                total == 0, 0.0, torch.full_like(total, num_samples) / total
-            )
-        return num_samples / total if total else 0.0
-
     def norm_statistics(self, batch: Batch) -> contextlib.AbstractContextManager[None]:
         """Return a context for the passes of a micro-batch."""
         if not self._doubles_rows or len(batch) > 1:
@@ -396,9 +369,8 @@ class Engine:
         """Evaluate the model, or its EMA, on every sample of a data set."""
 
         def step(model: Model, batch: Batch) -> Mapping[str, Any]:
-            if len(batch):
-                return validation_step(model, batch)
-            with self._metrics.without_samples():
+            nothing = contextlib.nullcontext()
+            with nothing if len(batch) else self._metrics.without_samples():
                 return validation_step(model, batch)
 
         with self._evaluation(loader) as model:
@@ -431,13 +403,10 @@ class Engine:
         """Return what `Trainer.predict` does, and the number of samples."""
         does = "none" if write is None else "some"
         self.ranks.check_equal(does, "write=", "Expected the same on every rank")
-        what = "the data to predict"
-        with (
-            self.data.test_loader(
-                data, self.strategy, what, reads_whole=True
-            ) as loader,
-            self._evaluation(loader) as model,
-        ):
+        loads = self.data.test_loader(
+            data, self.strategy, "the data to predict", reads_whole=True
+        )
+        with loads as loader, self._evaluation(loader) as model:
             return predict(
                 functools.partial(self.task.predict_step, model),
                 loader,

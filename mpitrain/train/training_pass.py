@@ -21,6 +21,7 @@ from mpitrain.train.means import Sum, form_of, named_values, sum_of
 from mpitrain.train.nonfinite import handle_nonfinite
 from mpitrain.train.optimizer import NO_GRADIENT
 from mpitrain.train.step_metrics import MicroBatchLosses
+from mpitrain.train.strategy.base import Strategy
 
 
 class Pass(NamedTuple):
@@ -119,12 +120,30 @@ def train_pass(trainer: Any, name: str, step: RankStep) -> Pass:
         with timer("communication"):
             strategy.reduce_gradients()
     with timer("update"):
-        by_weight = engine.weight_factor(losses, step.num_samples)
+        by_weight = _weight_factor(strategy, losses, step.num_samples)
         grad_norm = optimizer.end_pass(by_weight)
     engine.check_loss_buffers()
     if not isinstance(grad_norm, Tensor) and not math.isfinite(grad_norm):
         handle_nonfinite(trainer, losses, grad_norm, state.step + 1)
     return Pass(name, losses, by_weight, grad_norm)
+
+
+def _weight_factor(
+    strategy: Strategy, losses: Sequence[MicroBatchLosses], num_samples: int
+) -> float | Tensor:
+    """Return by what a step's gradients are multiplied, if losses have weights.
+
+    The backward pass divided them by the samples of the step. The weights of other
+    ranks are not known before, and need not be: the gradient is linear in them.
+    """
+    weights = [found.sums["loss"].weight for found in losses]
+    mine = [weight for weight in weights if weight is not None]
+    if not mine:
+        return 1.0
+    total = strategy.sum_of_weights(mine)
+    if isinstance(total, Tensor):
+        return torch.where(total == 0, 0.0, torch.full_like(total, num_samples) / total)
+    return num_samples / total if total else 0.0
 
 
 def _sums_of_losses(trainer: Any, batch: Batch) -> tuple[Tensor, dict[str, Sum]]:
