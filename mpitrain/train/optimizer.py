@@ -156,27 +156,25 @@ class OptimizerWrapper:
         stage: Stage,
         total_steps: int | None,
     ) -> None:
-        made, model = task.configure_optimizers(strategy.model), strategy.model
-        is_custom, self.form, ignored = made is not None, "", list[str]()
-        is_zero_rank = strategy.world.is_rank_zero
+        model, is_rank_zero = strategy.model, strategy.world.is_rank_zero
+        made = task.configure_optimizers(model)
+        is_custom = made is not None
         if not is_custom:
             made = build_optimizer(strategy, config, lr=stage.peak_lr(config))
         self.optimizers = optimizers_of(made)
-        if is_custom:
-            self.form, ignored = describe(self.optimizers, model), [*REPLACED]
+        self.form = describe(self.optimizers, model) if is_custom else ""
         made_here = self.form or "none"
         ranks.check_equal(made_here, "what optimizer= makes", "Expected the same")
+        ignored = [*REPLACED] if is_custom else []
         if is_custom:
             is_zero = config.shard_optimizer and strategy.world.world_size > 1
             check_optimizers(self.optimizers, model, is_zero=is_zero)
             for it in self.optimizers:
-                is_fused = any(
-                    group.get("fused") for group in it.optimizer.param_groups
+                groups = it.optimizer.param_groups
+                is_plain = type(it.optimizer) in OPTIMIZERS.values() and not any(
+                    group.get("fused") for group in groups
                 )
-                is_known = type(it.optimizer) in OPTIMIZERS.values()
-                strategy.check_optimizer(
-                    it.kind, is_by_number=is_known and not is_fused
-                )
+                strategy.check_optimizer(it.kind, is_by_number=is_plain)
             if stage.lr is not None:
                 raise UsageError(
                     f"Stage(lr={stage.lr}) sets the rate of the configured optimizer, "
@@ -190,7 +188,7 @@ class OptimizerWrapper:
             add_schedulers(self.optimizers, schedulers)
             # Of OneCycleLR it is max_lr / div_factor, whatever the group had.
             first = [it.get("initial_lr", it["lr"]) for it in self.param_groups]
-            if first != rates and stage.lr_factor != 1.0 and is_zero_rank:
+            if first != rates and stage.lr_factor != 1.0 and is_rank_zero:
                 logger.warning(
                     "scheduler= sets learning rates of its own: lr_factor=%g of stage "
                     "%r has an effect only if it takes them from the groups, as in "
@@ -205,7 +203,7 @@ class OptimizerWrapper:
         ranks.check_equal(seen, what, "Expected the same")
         if all(it.scheduler for it in self.optimizers):
             ignored += REPLACED_SCHEDULE
-        if is_zero_rank and (names := config.changed.keys() & {*ignored}):
+        if is_rank_zero and (names := config.changed.keys() & {*ignored}):
             logger.warning(
                 "optimizer= and scheduler= replace %s of the TrainConfig: no effect, "
                 "unless these functions read them",
@@ -329,7 +327,8 @@ class OptimizerWrapper:
             gradients = self._gradients()
         factor = self.scale.inverse * factor
         found = self._strategy.grad_norm(gradients)
-        self._check_fused()
+        for it in self._present:
+            it.check_fused()
         if isinstance(found, Tensor) and self._can_defer:
             norm_of_all = found.double().mul(factor).abs()
             self._apply_if_finite(gradients, norm_of_all, factor)
@@ -457,24 +456,6 @@ class OptimizerWrapper:
                             f"({group['weight_decay']}) needs a dense one; expected "
                             "--weight-decay 0, or a layer without sparse=True"
                         ).on_all_ranks()
-
-    def _check_fused(self) -> None:
-        """Let SGD not be fused where only some weights have a momentum yet.
-
-        It fails there (torch 2.14): a weight had no gradient in the first step.
-        """
-        for it in self._present:
-            for group, local in zip(
-                it.optimizer.param_groups, it.local.param_groups, strict=True
-            ):  # with ZeRO two, and its step copies the first one's settings
-                if group.get("fused") and group.get("momentum"):
-                    has_momentum = {
-                        it.momentum_of(weight) is not None
-                        for weight in local["params"]
-                        if weight.grad is not None
-                    }
-                    if len(has_momentum) > 1:
-                        group["fused"] = None
 
     @torch.no_grad()
     def _update_ema(self, is_applied: Tensor | None = None) -> None:

@@ -68,20 +68,29 @@ class ScheduledOptimizer:
         is_fused = all(group.get("fused") for group in groups)
         if self.optimizer is not self.local or not is_fused:
             return False
-        with_momentum = (
-            weight
-            for group in groups
-            if group.get("momentum")
-            for weight in group["params"]
-            if weight.grad is not None
-        )
-        return all(self.momentum_of(weight) is not None for weight in with_momentum)
+        with_momentum = [it["params"] for it in groups if it.get("momentum")]
+        return all(False not in self._have_momentum(it) for it in with_momentum)
 
-    def momentum_of(self, weight: Tensor) -> Tensor | None:
-        """Return SGD's momentum of a weight; ``None`` before its first step."""
-        state = self.local.state.get(weight, {})
-        found: Tensor | None = state.get("momentum_buffer")
-        return found
+    def check_fused(self) -> None:
+        """Let SGD not be fused where only some weights have a momentum yet.
+
+        It fails there (torch 2.14): a weight had no gradient in the first step.
+        """
+        # With ZeRO the groups are two, and its step copies the first one's settings.
+        groups = self.optimizer.param_groups, self.local.param_groups
+        for group, local in zip(*groups, strict=True):
+            is_fused = group.get("fused") and group.get("momentum")
+            if is_fused and len(self._have_momentum(local["params"])) > 1:
+                group["fused"] = None
+
+    def _have_momentum(self, weights: Sequence[Tensor]) -> set[bool]:
+        """Return whether those with a gradient have SGD's momentum yet."""
+        state = self.local.state
+        return {
+            state.get(weight, {}).get("momentum_buffer") is not None
+            for weight in weights
+            if weight.grad is not None
+        }
 
     @property
     def kind(self) -> str:
