@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -26,6 +25,7 @@ from mpitrain.errors import UsageError
 from mpitrain.mpi.world import World
 from mpitrain.torch_compat import all_gather_flat, foreach_norm, is_compiled
 from mpitrain.train.precision import configure_torch
+from mpitrain.train.step_metrics import sum_exactly, sum_over_ranks
 from mpitrain.train.strategy.balance import Balance
 from mpitrain.train.strategy.base import Strategy, can_be_fused, norm_of, number_of
 from mpitrain.train.strategy.fsdp import FSDPStrategy
@@ -245,10 +245,8 @@ class BitwiseDDPStrategy(Strategy):
     def reduce_gradients(self) -> None:
         """Let every weight have the sum over all micro-batches. Collective."""
         self._restore(self._after_first)
-        if self.world.world_size == 1:
-            found = self._sum.total()
-        else:
-            found = self._sum_over_ranks()
+        is_alone = self.world.world_size == 1
+        found = self._sum.total() if is_alone else self._sum_over_ranks()
         for weight, gradient in zip(self._trained, found, strict=True):
             weight.grad = gradient
 
@@ -269,17 +267,12 @@ class BitwiseDDPStrategy(Strategy):
 
     def sum_of_weights(self, weights: Sequence[Tensor]) -> float:
         """Add up the weights of all micro-batches, rounded once. Collective."""
-        whole = torch.zeros(
-            self.num_micro_batches, dtype=torch.float64, device=self.world.device
-        )
-        for number, weight in zip(
-            self.numbers_of_ranks[self.world.rank], weights, strict=False
-        ):
-            if number < self.num_micro_batches:  # else of padding
+        num, mine = self.num_micro_batches, self.numbers_of_ranks[self.world.rank]
+        whole = torch.zeros(num, dtype=torch.float64, device=self.world.device)
+        for number, weight in zip(mine, weights, strict=False):
+            if number < num:  # else of padding
                 whole[number] = weight
-        if self.world.world_size > 1:
-            dist.all_reduce(whole)  # each is 0 on all ranks but one
-        return math.fsum(whole.tolist())
+        return sum_exactly(sum_over_ranks(whole).tolist())
 
     def seed_evaluation_batch(self, number: int) -> None:
         """Seed a batch of an evaluation; training's epochs begin with 1."""
@@ -342,7 +335,6 @@ class BitwiseFSDPStrategy(BitwiseDDPStrategy, FSDPStrategy):
     """Reduce-scatters each micro-batch of the sharded model, and adds up the shards."""
 
     name = "fsdp"
-    is_sharded = True
     is_interleaved = True
 
     def for_head(self) -> Strategy:
@@ -394,7 +386,11 @@ class BitwiseFSDPStrategy(BitwiseDDPStrategy, FSDPStrategy):
         if not self._scatters:
             super()._add_gradients(number)
             return
-        self._check_used([weight.grad for weight in self._trained])
+        # FSDP sends no gradient of the others, so that sums of unlike weights would
+        # be added.
+        used = [weight.grad is not None for weight in self._trained]
+        if used != self._used.setdefault(self.pass_name, used):
+            raise UsageError(PARTLY_USED)
         if not self.is_last:
             for weight in self._trained:
                 weight.grad = None
@@ -419,15 +415,6 @@ class BitwiseFSDPStrategy(BitwiseDDPStrategy, FSDPStrategy):
             return number_of(nn.utils.get_total_norm(whole))
         # One after another: together they take the memory of DDP.
         return norm_of([foreach_norm([it.full_tensor()])[0] for it in gradients])
-
-    def _check_used(self, gradients: Gradients) -> None:
-        """Check that the same weights have gradients as in the first micro-batch.
-
-        FSDP sends the others none, so that sums of unlike weights would be added.
-        """
-        used = [gradient is not None for gradient in gradients]
-        if used != self._used.setdefault(self.pass_name, used):
-            raise UsageError(PARTLY_USED)
 
     def _agree_on_used(self) -> None:
         if self.pass_name not in self._is_agreed:
