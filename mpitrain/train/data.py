@@ -81,9 +81,9 @@ class TrainData:
             for name, it in by_name.items()
             if val_data is not None
         }
-        sets = {f"val {name}".rstrip(): it for name, it in self.val_sets.items()}
-        sets = {"train": self.train, **sets}
-        self.num_samples = {name: it.num_samples for name, it in sets.items()}
+        self.num_samples = {"train": self.train.num_samples} | {
+            f"val {name}".rstrip(): it.num_samples for name, it in self.val_sets.items()
+        }
         self._test_loaders: list[BatchLoader] = []
         self._transformed = set[bool]()  # in training, in an evaluation
         self.num_steps = self._num_steps()

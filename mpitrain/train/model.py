@@ -30,7 +30,6 @@ logger = logging.getLogger("mpitrain")
 
 WRAPPERS = {"DistributedDataParallel", "DataParallel", "FullyShardedDataParallel"}
 
-
 BatchNorm = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
@@ -67,8 +66,7 @@ def initialize_lazy(model: nn.Module, inputs: Any) -> None:
     """Let lazy modules see a batch, in evaluation mode; local."""
     modes = {module: module.training for module in model.modules()}
     try:
-        args = (to_dtype(inputs, torch.float32),)
-        args, kwargs = spread_inputs(model, args, {})
+        args, kwargs = spread_inputs(model, (to_dtype(inputs, torch.float32),), {})
         model.eval()(*args, **kwargs)
     except Exception as error:
         raise UsageError(

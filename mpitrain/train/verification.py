@@ -203,14 +203,11 @@ class Verification:
         for_owner, for_other = (
             any(votes[it] == _digest_of(of) for it in judges) for of in (one, its)
         )
-        where, is_of_data = (
-            f"micro-batch {self._chosen[owner]}, {name}",
-            name in OF_DATA,
-        )
+        where = f"micro-batch {self._chosen[owner]}, {name}"
         if for_other == for_owner:
             pair = f"{self._place(owner)} and {self._place(other)}"
             reason = f"{pair} differ in {where}; no other rank decides it"
-            self._fail(state, None, reason, is_of_data=is_of_data)
+            self._fail(state, None, reason, is_of_data=name in OF_DATA)
         wrong, right = (owner, other) if for_other else (other, owner)
         seconded = ", ".join(map(self._place, judges))
         if owner in judges:
@@ -220,7 +217,7 @@ class Verification:
             wrong,
             f"it has other bits than {self._place(right)} in {where}; "
             f"{seconded} agrees with {self._place(right)}",
-            is_of_data=is_of_data,
+            is_of_data=name in OF_DATA,
         )
 
     # --- inside -------------------------------------------------------------------

@@ -40,9 +40,7 @@ class Balance:
         self._measured.append(seconds)
         if len(self._measured) < MIN_MEASUREMENTS:
             return present
-        medians: list[float] = [
-            median(of_rank) for of_rank in zip(*self._measured, strict=True)
-        ]
+        medians: list[float] = list(map(median, zip(*self._measured, strict=True)))
         if min(medians) <= 0:
             return present
         other = replace(present, speeds=tuple(1 / it for it in medians))

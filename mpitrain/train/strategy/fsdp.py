@@ -142,7 +142,6 @@ def fully_shard_model(
 
     ``make`` is called with each part before it is sharded.
     """
-    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import (
         CPUOffloadPolicy,
         MixedPrecisionPolicy,
@@ -150,7 +149,7 @@ def fully_shard_model(
     )
 
     dtype = DTYPES[config.precision]
-    options: dict[str, Any] = {"mesh": _mesh(world, config, init_device_mesh)}
+    options: dict[str, Any] = {"mesh": _mesh(world, config)}
     if config.cpu_offload:
         options["offload_policy"] = CPUOffloadPolicy()
     if dtype.itemsize == 2:
@@ -179,11 +178,13 @@ def _count_owners(module: nn.Module) -> Counter[int]:
     return Counter(id(weight) for _, weight in named)
 
 
-def _mesh(world: World, config: StrategyConfig, make: Any) -> Any:
+def _mesh(world: World, config: StrategyConfig) -> Any:
     """Shard over all ranks, or within each node and replicate across nodes."""
+    from torch.distributed.device_mesh import init_device_mesh
+
     kind = torch.device(world.device).type
     if not config.hybrid_sharding or world.num_nodes == 1:
-        return make(kind, (world.world_size,), mesh_dim_names=("shard",))
+        return init_device_mesh(kind, (world.world_size,), mesh_dim_names=("shard",))
     sizes = {len(node.ranks) for node in world.nodes}
     in_order = [rank for node in world.nodes for rank in node.ranks]
     if len(sizes) > 1 or in_order != list(range(world.world_size)):
@@ -192,4 +193,4 @@ def _mesh(world: World, config: StrategyConfig, make: Any) -> Any:
             "one after another; expected the launcher to fill one node after another"
         )
     shape = (world.num_nodes, sizes.pop())
-    return make(kind, shape, mesh_dim_names=("replicate", "shard"))
+    return init_device_mesh(kind, shape, mesh_dim_names=("replicate", "shard"))
