@@ -33,7 +33,7 @@ from mpitrain.tasks.task import (
 from mpitrain.train import checks
 from mpitrain.train.callbacks import Callback, Hooks, StopRequested, in_order
 from mpitrain.train.engine import Engine
-from mpitrain.train.evaluate import Evaluation
+from mpitrain.train.evaluate import Evaluation, validate_once
 from mpitrain.train.metric_objects import split_metrics
 from mpitrain.train.metrics import TrainState
 from mpitrain.train.nonfinite import handle_deferred
@@ -44,7 +44,6 @@ from mpitrain.train.strategy.base import Strategy
 from mpitrain.train.strategy.build import choose_strategy
 from mpitrain.train.timer import StepTimes, Timer, make_timer
 from mpitrain.train.training_pass import merge_passes, train_pass
-from mpitrain.train.validation import validate_once
 
 
 class Trainer:
