@@ -154,9 +154,12 @@ class Hooks(dict[str, list[Callable[..., None]]]):
                         f"mpitrain.Callback.{did_you_mean(name, known)} Expected "
                         f"one of {', '.join(known)}"
                     ).on_all_ranks()
+            # Only what is overridden: a hook of each step is called thousands of times.
             for name, found in self.items():
                 if getattr(type(callback), name) is not getattr(Callback, name):
                     found.append(getattr(callback, name))
+        # `Checkpointer` runs last, so here first: the others hear `on_checkpoint` of
+        # its last one before they close their files.
         for name in ("on_fit_end", "on_stop", "on_exception"):
             self[name].reverse()
 

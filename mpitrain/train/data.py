@@ -109,6 +109,7 @@ class TrainData:
     ) -> Any:
         """Call the task's; the first time see whether it draws random numbers."""
         transform = functools.partial(self._task.transform, is_training=is_training)
+        # In the first batch alone: to copy the generators' states takes time.
         if is_training in self._transformed:
             return transform(inputs, indices, epoch)
         before = random_state(self._world.device)
@@ -189,6 +190,7 @@ class TrainData:
             )
             self._rank_shard = rank_shard
             steps = self.train_loader.steps(rank_shard, state.epoch)
+            # Closed here, not by the garbage collector: workers read ahead.
             with contextlib.closing(steps):
                 for step in steps:
                     yield step
@@ -196,8 +198,9 @@ class TrainData:
                         return
                     if order is None and step.number + 1 == ENDLESS_STEPS:
                         self._warn_if_endless(state.epoch)
+                    # `rebalance` gave another, on all ranks: the rest is loaded anew.
                     if strategy.assignment is not assignment:
-                        break  # and load the rest as it is cut now
+                        break
                 else:
                     is_done = True
 
@@ -206,6 +209,7 @@ class TrainData:
 
         In this process, also where workers read.
         """
+        # A world of one rank has all micro-batches; with fixed ones they are the same.
         shard = replace(
             self._rank_shard,
             rank=0,
@@ -223,6 +227,7 @@ class TrainData:
         if not sampling:
             return EpochOrder(samples.order(seed, epoch))
         assert samples.num_samples is not None
+        # The user's code may fail on one rank, and others would wait in check_equal.
         found = all_or_none(
             world_comm(),
             lambda: sampling.order(seed, epoch, len(samples)),
@@ -230,7 +235,9 @@ class TrainData:
         )
         what = f"what the {sampling.name} returned for epoch {epoch}"
         self._ranks.check_equal(found.digest, what, SAMPLER_EXPECTED)
-        costs = found.costs  # not in the digest: they change no step
+        # Costs cut a step into the ranks' shards: with unequal ones a sample would have
+        # two ranks, or none. Not in the digest, which a resume compares.
+        costs = found.costs
         of_costs = "none" if costs is None else digest(torch.from_numpy(costs))
         what = f"the digest of the costs of the {sampling.name}"
         self._ranks.check_equal(of_costs, what, "Expected the same on every rank")
@@ -246,6 +253,7 @@ class TrainData:
                 f"{name} does not go with an iterable data set, whose samples have no "
                 "numbers; expected a data set with __len__ and __getitem__"
             ).on_all_ranks()
+        # A resume calls it again for its epoch, and relies on the same answer.
         first, again = (self._order(self.train, 1) for _ in range(2))
         if first.digest != again.digest:
             raise UsageError(
@@ -285,7 +293,7 @@ class TrainData:
     def take_samples_per_shard(self) -> list[int]:
         """Return the samples of each shard of an iterable set read since the last."""
         loader = self.train_loader
-        if not loader.num_shards:
+        if not loader.num_shards:  # on all ranks or none: they have one data set
             return []
         mine = torch.zeros(loader.num_shards, dtype=torch.int64)
         for part, count in loader.samples_per_shard.items():
@@ -302,6 +310,7 @@ class TrainData:
         found: dict[int, StreamPlace] = {}
         for of_rank in self._ranks.allgather(self.train_loader.places):
             for index, place in of_rank.items():
+                # A stream without `shard` is read by all ranks: of the furthest.
                 if index not in found or place.num_read > found[index].num_read:
                     found[index] = place
         return found
@@ -316,6 +325,7 @@ class TrainData:
                 logger.info("skipped: %s", error)  # in this rank's log
             mine += len(loader.skipped)
             loader.skipped.clear()
+        # By what may be skipped, not by what was: all ranks reduce, or none.
         if not any(loader.samples.may_skip for loader in loaders):
             return 0
         count = torch.tensor(float(mine), device=self._world.device)
@@ -343,6 +353,7 @@ class TrainData:
         if device == "cpu" or not isinstance(samples, InMemory):
             return samples
         free, _ = torch.get_device_module(device).mem_get_info(device)
+        # Each rank that shares the GPU holds a copy.
         on_node = self._world.nodes[self._world.node_rank].gpus
         sharing = on_node.count(on_node[self._world.local_rank]) if on_node else 1
         fits = samples.num_bytes * sharing < GPU_MEMORY_FRACTION * free

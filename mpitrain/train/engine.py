@@ -125,6 +125,7 @@ class Engine:
         }
         for name, it in given.items():  # else ranks would wait for each other
             self.ranks.check_equal(it, name, "Expected the same on every rank")
+        # `strategy` is another one in a stage that trains a head alone.
         self.strategy = self._whole_strategy = strategy
         self.verification = None
         if config.verify_every:
@@ -138,6 +139,7 @@ class Engine:
         if not is_exact:
             warn_if_collate_draws(samples, world)
         model = unwrap_model(model, world)
+        # Before the ranks' weights are compared: a lazy one has no shape.
         if any(map(is_lazy, (*model.parameters(), *model.buffers()))):
             example = self.data.loader(samples).example()
             initialize_lazy(model.to(world.device), example.inputs)
@@ -174,7 +176,8 @@ class Engine:
             if stage.trainable is not None:
                 stage.weights(self.model)  # an error now, not hours later
         self._loss, self._loss_buffers = nn.Module(), dict[str, str]()
-        torch.manual_seed(rank_seed(config.seed, world.rank))  # of dropout
+        # Of dropout. Last: ranks draw unlike numbers from here on.
+        torch.manual_seed(rank_seed(config.seed, world.rank))
 
     def prepare_loss(self, loss: Any) -> None:
         """Move a loss that is a module, as the model was; collective.
@@ -202,6 +205,7 @@ class Engine:
             if id(tensor) not in ours:  # those may be sharded
                 place_tensor(tensor, self.world, self.config)
         self._loss, named = module, module.named_buffers()
+        # Digests for one comparison, after the first pass: what moves, moves there.
         self._loss_buffers = {
             name: digest([it]) for name, it in named if id(it) not in ours
         }
@@ -220,6 +224,7 @@ class Engine:
             for name, value in before.items()
             if name not in named or digest([named[name]]) != value
         ]
+        # A rank without samples may move none; all are to raise.
         of_ranks = self.ranks.allgather(moved)
         moved = list(dict.fromkeys(itertools.chain.from_iterable(of_ranks)))
         if not moved:
@@ -248,6 +253,7 @@ class Engine:
             self.strategy.reshard()  # FSDP has other weights after a forward pass
             self.trained_weights.check()
         self.stage, self._loss_forms = stage, {}
+        # What the stage before froze, too: each begins with what the user has frozen.
         self._restore_trainable()
         self._frozen = stage.freeze(model)
         size = self._whole_strategy.max_evaluation_batch_size
@@ -287,6 +293,7 @@ class Engine:
                 "ReduceLROnPlateau follows a metric of the validation, found no "
                 "val_data; expected some, or another scheduler"
             ).on_all_ranks()
+        # After `wrap`: FSDP has put shards in the place of the weights.
         self.trained_weights = TrainedWeights(
             model, self.optimizer, self.strategy.reshard
         )
@@ -321,6 +328,7 @@ class Engine:
         if name not in self._loss_forms:
             self.ranks.check_equal(form, what, expected)
             self._loss_forms[name] = form
+        # By this rank alone, which ends the job: to compare in each step would cost.
         elif form != self._loss_forms[name]:
             raise UsageError(
                 f"{what} changed: {self._loss_forms[name]} before, now {form}. "
@@ -369,6 +377,7 @@ class Engine:
         """Evaluate the model, or its EMA, on every sample of a data set."""
 
         def step(model: Model, batch: Batch) -> Mapping[str, Any]:
+            # A rank without samples has a row of padding, for the model's collectives.
             nothing = contextlib.nullcontext()
             with nothing if len(batch) else self._metrics.without_samples():
                 return validation_step(model, batch)
@@ -419,12 +428,15 @@ class Engine:
     @contextlib.contextmanager
     def _evaluation(self, loader: BatchLoader) -> Iterator[Model]:
         """Return the model in evaluation mode, with its EMA's weights."""
+        # A callback may evaluate within an epoch, and the training continues.
         was_training = any(module.training for module in self.model.modules())
         self.model.eval()
+        # A stage that caches features validates on them; other data are whole samples.
         is_on_part = loader in self.data.val_loaders.values()
         is_on_part |= self.part.samples is None
         module = self.strategy.module if is_on_part else self.model
         with self.optimizer.ema_weights():
+            # Within the context: averages of buffers are each rank's own, too.
             self.strategy.broadcast_buffers()
             try:
                 yield functools.partial(self.forward, module)
@@ -452,6 +464,7 @@ class Engine:
     def full_state(self) -> Iterator[tuple[str, Any]]:
         """Give what `Trainer.state_dict` returns, value by value; collective."""
         with self.optimizer.ema_weights():
+            # A head that is trained is a part of the model, which is not sharded then.
             if self.part.model is self.model:
                 yield from self.strategy.full_state()
             else:

@@ -1,4 +1,9 @@
-"""Exact evaluation: every sample once, summed over all ranks, then divided."""
+"""Exact evaluation: every sample once, summed over all ranks, then divided.
+
+Batches do not depend on the number of ranks, which take them in turn. Each fills rows
+of a matrix, one for each of its batches; the others' rows are 0. The ranks compare the
+names of the metrics, add their matrices, which is exact, and sum its columns exactly.
+"""
 
 from __future__ import annotations
 
@@ -140,11 +145,13 @@ def validate_once(trainer: Any, *, is_epoch_end: bool) -> None:
         found = engine.validate(
             trainer.validation_step, lambda: trainer.call("on_validation_batch_end")
         )
+    # A stop within it leaves the state as it was: the next job validates anew.
     state.skipped_samples += engine.data.take_skipped()
     state.val_seconds += time.perf_counter() - began
     state.metrics, state.val_samples = dict(found.values), found.num_samples
     trainer.results = found.results
     state.validated_step = state.step
+    # After the state: a checkpoint in this hook is of a step that was validated.
     metrics = state.epoch_metrics(engine.stage.name, is_end=is_epoch_end)
     trainer.call("on_validation_end", metrics)
 
@@ -175,7 +182,7 @@ def evaluate(
         number = step.number * rank_shard.world_size + rank_shard.rank
         num_batches = (step.number + 1) * rank_shard.world_size
         for batch in step.micro_batches:
-            heartbeat("evaluation")
+            heartbeat("evaluation")  # a long one is no hang
             begin_batch(number)
             try:
                 values = step_fn(model, batch)
@@ -190,6 +197,7 @@ def evaluate(
                     )
                 row = torch.full((2 * len(names) + 1,), num, **kind)
                 for place, name in enumerate(names):
+                    # Before the sum, which would round in float32.
                     value = map_tensors(lambda x: x.to(**kind), values[name])
                     if not (is_weighted(value) or isinstance(value, Tensor)):
                         # What is no number `sum_of` names.
@@ -200,11 +208,12 @@ def evaluate(
                         row[len(names) + place] = weight
                 rows.append(row)
                 numbers.append(number)
-            on_batch_end()
+            on_batch_end()  # also without samples: callbacks communicate in it
     if not num_batches:
         error = DataError("none of the samples to validate by could be read")
         raise error.on_all_ranks()
     known = next(filter(None, ranks.allgather(names)), ())  # a rank may have none
+    # Before the all-reduce: with other names ranks would send other lengths, and wait.
     seen = f"({', '.join(names or known)})"
     ranks.check_equal(seen, "what metrics returned", "Expected the same names")
     refuse_names(known)

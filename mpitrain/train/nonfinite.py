@@ -43,6 +43,7 @@ def handle_nonfinite(
         for indices, total, *_ in losses
         if len(indices) and not math.isfinite(float(total))
     ]
+    # All ranks are here: the norm, which is of all their gradients, is not finite.
     found: list[Any] = [mine] * world.world_size
     if world.world_size > 1:
         dist.all_gather_object(found, mine)
@@ -90,6 +91,7 @@ def handle_deferred(trainer: Any) -> None:
             state.epoch_step -= len(pending) - place
             state.step -= len(pending) - place
             pending.drop_from(place)
+            # Waits for the GPU: of all steps sent the times are to be there, then go.
             timer.pending = timer.take()
             del timer.pending.steps[place * NUM_PHASES :]
         handle_nonfinite(trainer, losses, norm, first + place)

@@ -38,6 +38,7 @@ class Plan:
 
     def stages_from(self, epoch: int) -> list[Stage]:
         """Return the stages from this epoch on; always at least the last one."""
+        # The last one also where all epochs are done: a run that was stopped then ends.
         *before, last = self.stages
         return [stage for stage in before if stage.last_epoch >= epoch] + [last]
 
@@ -141,6 +142,8 @@ class Plan:
         if is_unknown and state.epoch == stage.first_epoch and step < first_steps:
             return peak * (step + 1) / first_steps
         epochs_done = state.epoch - stage.first_epoch
+        # min: an epoch of a stream counts as one step, and one of a sampler may have
+        # more steps than its first.
         step = min(step, steps_per_epoch - 1) + epochs_done * steps_per_epoch
         total_steps = stage.epochs * steps_per_epoch
         if self.max_steps is not None:

@@ -1,4 +1,16 @@
-"""The metrics and the throughput of steps, kept until the ranks reduce them."""
+"""The metrics and the throughput of steps, kept until the ranks reduce them.
+
+`report_steps`, about every two seconds, communicates in this order:
+
+    PendingSteps.sync          all-gather: each rank's seconds, norm, sums of each step
+                               all-reduce: losses by micro-batch, if these are fixed
+    TrainData.take_skipped     all-reduce, if samples may be skipped
+    take_samples_per_shard     all-reduce, if a stream has shards
+    callbacks
+    take_throughput            all-gather: each rank's times, if seconds enough are done
+
+When it is called is decided by numbers that are equal on all ranks.
+"""
 
 from __future__ import annotations
 
@@ -126,6 +138,7 @@ class PendingSteps:
         waiting = [place for place, it in steps if isinstance(it.grad_norm, Tensor)]
         if not waiting:
             return
+        # In one stack: each number alone would wait for the GPU.
         norms: Any = [self._steps[place].grad_norm for place in waiting]
         for place, norm in zip(waiting, torch.stack(norms).tolist(), strict=True):
             step = self._steps[place] = self._steps[place]._replace(grad_norm=norm)
@@ -175,9 +188,11 @@ class PendingSteps:
                 state.num_samples += int(counts[i])
             else:
                 state.skipped_steps += 1
+        # More than before by at least the least `seconds`, so no division by zero.
         before, self._max_seconds = self._max_seconds, float(of_ranks[:, 0].max())
         self._num_samples += int(sum(counts))
         self._until = state.epoch, state.step
+        # Of gathered numbers alone: all ranks are to come back after the same step.
         wanted = round(SYNC_SECONDS * num / (self._max_seconds - before))
         most = min(2 * self._sync_every, MAX_STEPS, MAX_ROWS // len(of_ranks))
         self._sync_every = max(1, min(wanted, most))
@@ -203,7 +218,7 @@ class PendingSteps:
         whole = torch.zeros(shape, dtype=torch.float64, device=self._device)
         for start, num, step in zip(starts, nums, steps, strict=False):
             for found in step.losses:
-                if found.number < num:
+                if found.number < num:  # else it is of padding
                     for column, value in enumerate(found.columns()):
                         whole[column, start + found.number] = value
         columns = []
@@ -237,6 +252,8 @@ def report_steps(trainer: Any, *, flush: bool) -> None:
     state, engine, pending = trainer.state, trainer.engine, trainer.pending
     steps: list[StepMetrics] = []
     if len(pending):
+        # Before the ranks wait for each other: of one that hangs there the times of
+        # its last steps are known.
         trainer.step_times = trainer.timer.take()
         seconds = time.perf_counter() - trainer.synced_at
         steps = pending.sync(state, seconds, trainer.step_times.steps)
@@ -261,6 +278,7 @@ def all_gather(numbers: array[float], device: str) -> NDArray[np.float64]:
     world_size = dist.get_world_size()
     if world_size == 1:
         return np.array([numbers])
+    # An array's memory as it is: a list would be converted number by number.
     mine = torch.frombuffer(numbers, dtype=torch.float64).to(device)
     found = mine.new_empty(world_size * len(numbers))  # gloo takes no other shape
     all_gather_flat(found, mine)
@@ -293,6 +311,7 @@ def _add_sums(state: TrainState, sums: Mapping[str, tuple[float, float]]) -> Non
     """Add a step's sums of values and of weights."""
     for name, (total, weight) in sums.items():
         if name == "loss":
+            # Of steps before, without weights, it is the number of samples.
             num_before = state.loss_weight
             num_before = state.num_samples if num_before is None else num_before
             state.loss_sum += total
@@ -308,6 +327,7 @@ def _check_equal_norms(norms: list[float], step: int) -> None:
     The norms differ in their last digits where the processors do.
     """
     low, high = min(norms), max(norms)
+    # False where one is not finite: such a step was left out already.
     if high - low > MAX_NORM_DIFFERENCE * high:
         raise UsageError(
             f"the norm of the gradient in step {step} is {low:.6g} to {high:.6g} on "

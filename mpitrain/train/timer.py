@@ -28,6 +28,8 @@ class StepTimes(NamedTuple):
     between: list[Seconds]  # of what came between the steps of two epochs
 
 
+# A class, no generator, and one call in it: in the midst of a step this code is in no
+# cache, where all that it touches costs.
 class _Span:
     """The context manager of one phase; reused for every span of it."""
 
@@ -93,6 +95,8 @@ class Timer:
         To be called before ``backward``: DDP and FSDP queue later what waits, at its
         end, for the other ranks.
         """
+        # By a hook of the loss: callbacks can be queued within a backward pass alone,
+        # and run at its end in the order in which they were queued.
         loss.register_hook(self._queue_mark)  # type: ignore[no-untyped-call]
 
     def _queue_mark(self, _: Tensor) -> None:
@@ -139,6 +143,7 @@ class GpuTimer(Timer):
             self._read()
 
     def _record(self) -> Any:
+        # Events that were read are used again: none is made in a later step.
         event = self._free.pop() if self._free else self._make_event()
         event.record(self._stream)
         return event
@@ -148,6 +153,7 @@ class GpuTimer(Timer):
         self._read()
 
     def _read(self) -> None:
+        # In order, and without waiting: what the GPU has not passed is read later.
         while self._waiting and self._waiting[0][1].query():
             phase, event, *ends = self._waiting.popleft()
             self.seconds[phase] += self._last.elapsed_time(event) / 1000

@@ -132,9 +132,8 @@ class Trainer:
         num_classes: int | None = None,
         find_unused_parameters: bool = True,
     ) -> None:
-        self.model = model
+        self.model, self.config = model, config or TrainConfig()
         self.train_data, self.val_data, self.test_data = train_data, val_data, test_data
-        self.config = config or TrainConfig()
         if world is None and distributed.is_initialized():  # `run` has one before
             world = current_world()
         self.world = world
@@ -232,14 +231,14 @@ class Trainer:
         for the average over ranks that DDP and FSDP take of gradients.
         """
         state, optimizer = self.state, self.engine.optimizer
-        if len(optimizer.names) > 1:
+        if len(optimizer.names) > 1:  # a loader yields them once, for all passes
             step.micro_batches = list(step.micro_batches)
         passes = [train_pass(self, name, step) for name in optimizer.names]
         state.step += 1
         state.epoch_step = step.number + 1
         self.pending.add(*merge_passes(passes), lrs=optimizer.end_step())
         self.timer.end_step()
-        if self._hooks["on_step_end"]:
+        if self._hooks["on_step_end"]:  # else a step has no span for it
             with self.timer("other"):
                 self.call("on_step_end")
 
@@ -474,6 +473,7 @@ class Trainer:
             return
         with init(**self.config.launch.as_arguments()) as self.world:
             yield
+            # `init` ends the other ranks, which a sharded model needs.
             self._final_state = self.engine.full_state_dict()
 
     @contextlib.contextmanager
@@ -490,7 +490,7 @@ class Trainer:
                 world_comm(), lambda: self.call("on_fit_start"), "start callbacks"
             )
             yield engine
-        except Stopped:
+        except Stopped:  # `fit` has called on_stop
             raise
         except BaseException as error:
             self._hooks.on_exception(self, error)

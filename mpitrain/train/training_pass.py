@@ -1,6 +1,22 @@
 """A pass of a training step: forward and backward of all micro-batches, an update.
 
-A step has one, or one for each of several optimizers by name.
+A step has one, or one for each of several optimizers by name. What communicates in it,
+on every rank in this order::
+
+    strategy.begin_step       rank zero's buffers are sent (if it is overridden)
+    verification              copies of weights are compared (--verify-every)
+    each micro-batch
+        engine.check_losses   names of losses are compared (in a stage's first one)
+        backward              gradients are reduced (in the last one; ddp, fsdp)
+    verification              micro-batches are computed again and compared
+    strategy.reduce_gradients they are reduced, or checked (if it is overridden)
+    _weight_factor            weights are added up (if the losses have some)
+    optimizer.end_pass        the norm of shards is computed (fsdp)
+    check_loss_buffers        buffers of the loss are compared (once, if it has some)
+    handle_nonfinite          the losses are named (if the norm is not finite)
+
+Ranks may have unequal numbers of micro-batches, and each has at least one: a rank
+without samples has a row of padding (docs/decisions/0005).
 """
 
 from __future__ import annotations
@@ -52,6 +68,7 @@ def merge_passes(
             for name, one in of.sums.items()
         }
         losses.append(found[0]._replace(total=total, sums=sums))
+    # Numbers, also of a GPU: `OptimizerWrapper.may_defer` is for a single pass.
     return losses, math.hypot(*(float(it.grad_norm) for it in passes))
 
 
@@ -83,7 +100,7 @@ def train_pass(trainer: Any, name: str, step: RankStep) -> Pass:
                 loss, sums = _sums_of_losses(trainer, batch)
             if strategy.reduces_in_backward and engine.world.world_size > 1:
                 timer.mark_gradients(loss)
-            # scale - 0 * loss: the scale, or NaN where the loss is not finite. A
+            # Equal to scale - 0 * loss: the scale, or NaN where the loss is not. A
             # gradient may be finite where its loss is not. The NaN reaches all
             # ranks by the all-reduce: they skip the step without another one.
             factor = torch.rsub(sums["loss"].total, scale, alpha=0)
@@ -92,6 +109,7 @@ def train_pass(trainer: Any, name: str, step: RankStep) -> Pass:
                 torch.autograd.backward(loss * factor)
         return sums
 
+    # Asked first: a span of the timer costs time, also around nothing.
     if strategy.communicates_before_step:
         with timer("communication"):
             strategy.begin_step(state.epoch, step.number, step.num_samples)
@@ -100,6 +118,7 @@ def train_pass(trainer: Any, name: str, step: RankStep) -> Pass:
             verification.compare_state(engine, state)
         verification.begin(strategy, number)
     for batch in step.micro_batches:
+        # Of this rank: the gradients of all are reduced in its backward pass (ddp).
         is_last = len(losses) + 1 == step.num_micro_batches
         with strategy.micro_batch(is_last=is_last):
             sums, place = compute(batch), strategy.micro_batch_number
@@ -120,9 +139,11 @@ def train_pass(trainer: Any, name: str, step: RankStep) -> Pass:
         with timer("communication"):
             strategy.reduce_gradients()
     with timer("update"):
+        # Only now: other ranks' weights are known when all have computed their losses.
         by_weight = _weight_factor(strategy, losses, step.num_samples)
         grad_norm = optimizer.end_pass(by_weight)
     engine.check_loss_buffers()
+    # A tensor is on the device still: `handle_deferred` looks at it later.
     if not isinstance(grad_norm, Tensor) and not math.isfinite(grad_norm):
         handle_nonfinite(trainer, losses, grad_norm, state.step + 1)
     return Pass(name, losses, by_weight, grad_norm)
@@ -142,6 +163,8 @@ def _weight_factor(
         return 1.0
     total = strategy.sum_of_weights(mine)
     if isinstance(total, Tensor):
+        # As on the host, which would wait for it. full_like: torch rounds num / total
+        # twice, as 1 / total and a product.
         return torch.where(total == 0, 0.0, torch.full_like(total, num_samples) / total)
     return num_samples / total if total else 0.0
 
@@ -149,7 +172,7 @@ def _weight_factor(
 def _sums_of_losses(trainer: Any, batch: Batch) -> tuple[Tensor, dict[str, Sum]]:
     """Return the sum of a micro-batch's losses, and it and others, detached."""
     try:
-        trainer.batch = batch
+        trainer.batch = batch  # for `Trainer.all_gather` in the user's loss
         name = trainer.engine.strategy.pass_name
         found = trainer.compute_loss(batch, *([name] if name else []))
         named = named_values(found, "the training step")
@@ -165,5 +188,7 @@ def _sums_of_losses(trainer: Any, batch: Batch) -> tuple[Tensor, dict[str, Sum]]
     if not loss.requires_grad:
         raise DataError(f"the loss is {kind_of(named['loss'])}: {NO_GRADIENT}")
     warn_of_values(named, trainer.warned_of)
+    # Before the backward pass: a rank with another loss would wait there for ever.
     trainer.engine.check_losses(form_of(named))
+    # Detached: they are kept until the next report, and would keep the graph.
     return loss, {name: Sum(it[0].detach(), it[1]) for name, it in sums.items()}
