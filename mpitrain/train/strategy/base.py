@@ -203,11 +203,12 @@ class Strategy:
         """
         del find_unused_parameters
         self.model = self.module = model
+        # Once: a walk through all modules takes time, and each step asks for buffers.
         self._buffers = _find_buffers(model)
         weights = self.named_weights().values()
         self._are_alike = len({(it.dtype, it.device) for it in weights}) == 1
         if self.config.compile:
-            model.compile()
+            model.compile()  # in place: `torch.compile` would change the weights' names
 
     def parameter_groups(
         self, weights: list[nn.Parameter], optimizer: str
@@ -368,6 +369,7 @@ def _find_buffers(model: nn.Module) -> dict[str, tuple[nn.Module, str, torch.Siz
 
 def can_be_fused(weight: Tensor) -> bool:
     """Whether it is real, and without gaps: a fused kernel of CPUs overlooks them."""
+    # On meta: strides without memory.
     strides = torch.empty_like(weight, device="meta").stride()
     return weight.is_floating_point() and weight.stride() == strides
 

@@ -3,6 +3,12 @@
 A step is cut into micro-batches that do not depend on the ranks. Each one's forward and
 backward pass runs alone, with its own random numbers, and their gradients are added in
 one order. So every number that is computed is the same, whichever rank computes it.
+
+A step of DDP: rank zero broadcasts its buffers; each rank adds up the gradients of its
+micro-batches, as far as they are neighbours in the tree (`PairwiseSum`); by an
+all-to-all each gets its part of all sums, adds these, and all-gathers the parts. With
+FSDP ranks take micro-batches in turn, and each one's backward pass has an all-to-all in
+place of the reduce-scatter. docs/decisions/0013 says why.
 """
 
 from __future__ import annotations
@@ -55,6 +61,7 @@ class BitwiseDDPStrategy(Strategy):
     """
 
     name = "ddp"
+    # Not superfluous: they come before FSDP's in `BitwiseFSDPStrategy`.
     averages_gradients = False
     reduces_in_backward = False
     micro_batches_are_fixed = True
@@ -71,11 +78,8 @@ class BitwiseDDPStrategy(Strategy):
     # --- before the model is wrapped ----------------------------------------------
 
     def configure_torch(self) -> None:
-        """Let torch be deterministic, with one thread for each rank on CPUs.
-
-        Of oneDNN's convolutions, and of torch's layer norm, the last bits depend on the
-        number of threads.
-        """
+        """Let torch be deterministic, with one thread for each rank on CPUs."""
+        # Of convolutions (oneDNN) and of layer norm the last bits depend on it.
         world, is_on_cpu = self.world, self.world.device == "cpu"
         if is_on_cpu and world.is_rank_zero and world.num_threads > 1:
             logger.warning(
@@ -160,7 +164,7 @@ class BitwiseDDPStrategy(Strategy):
         can_balance = self.world.world_size > 1 and not self.is_interleaved
         is_balanced = can_balance and self.config.balance == "auto"
         self._balance = Balance() if is_balanced else None
-        # Those that a user freezes later have no gradient.
+        # Those that a user freezes later have no gradient. In this order on all ranks.
         self._trained = list(self.named_weights().values())
         self._flat = FlatGradients(self._trained)
         self._memory.clear()
@@ -168,13 +172,11 @@ class BitwiseDDPStrategy(Strategy):
     def parameter_groups(
         self, weights: list[nn.Parameter], optimizer: str
     ) -> list[dict[str, Any]]:
-        """Return groups of weights of which SGD is fused, and of others.
-
-        On CPUs a fused kernel rounds as the others do, but behind the last whole vector
-        (torch 2.14; tests/mpi/test_bitwise.py): a shard would differ there.
-        """
+        """Return groups of weights of which SGD is fused, and of others."""
         if optimizer != "sgd":
             return [{"params": weights}]
+        # On CPUs a fused kernel rounds as the others do, but behind the last whole
+        # vector (torch 2.14; tests/mpi/test_bitwise.py): a shard would differ there.
         groups: dict[bool, list[nn.Parameter]] = {True: [], False: []}
         for weight in weights:
             is_whole = weight.is_cpu and weight.numel() % VECTOR_SIZE == 0
@@ -206,6 +208,8 @@ class BitwiseDDPStrategy(Strategy):
         self.numbers_of_ranks = self.assignment.all_ranks(self.num_micro_batches)
         self._place = 0  # of the micro-batch among this rank's
         self._sum = PairwiseSum()
+        # Each micro-batch begins with these buffers, and those after the first stay. It
+        # is rank zero's, which sends them to all before the next step.
         self._before = self._after_first = self._copy_buffers()
 
     @contextmanager
@@ -239,6 +243,7 @@ class BitwiseDDPStrategy(Strategy):
             )
         if number < self.num_micro_batches:
             self._sum.add((0, number), gradients)
+        # Else the next backward pass would add to them, in the order of this rank.
         for weight in self._trained:
             weight.grad = None
 
@@ -291,6 +296,7 @@ class BitwiseDDPStrategy(Strategy):
     def _sum_over_ranks(self) -> Gradients:
         """Send each rank its part of all sums, add, and gather the parts."""
         rank, size = self.world.rank, self.world.world_size
+        # What each rank has is known by numbers alone: nothing is exchanged before.
         nodes_of_ranks = [nodes_of(numbers) for numbers in self.numbers_of_ranks]
         part = -(-self._flat.length // (2 * size)) * 2  # whole complex numbers
         mine = nodes_of_ranks[rank]
@@ -299,6 +305,7 @@ class BitwiseDDPStrategy(Strategy):
         for row, node in zip(sent, mine, strict=True):
             self._flat.pack(self._sum.nodes.pop(node), row.view(-1))
         received = self._kept("received", sum(counts))
+        # Sent by receiver, and for each by node; received by sender, and so by node.
         dist.all_to_all_single(
             received,
             sent.transpose(0, 1).reshape(-1),
@@ -307,11 +314,13 @@ class BitwiseDDPStrategy(Strategy):
         )
         tree, whole = PairwiseSum(), self._kept("whole", size * part)
         all_nodes = itertools.chain.from_iterable(nodes_of_ranks)
+        # The sums are written over what was received: this is not read again.
         for node, row in zip(all_nodes, torch.split(received, part), strict=True):
             tree.add(node, [row])
         (total,) = tree.total()
         assert total is not None
         all_gather_flat(whole, total)
+        # Gradients are views of kept memory, until the next step drops them.
         return self._flat.unpack(whole.to(self.world.device))
 
     def _kept(self, name: str, length: int) -> Tensor:
@@ -356,6 +365,7 @@ class BitwiseFSDPStrategy(BitwiseDDPStrategy, FSDPStrategy):
             if isinstance(module, FSDPModule):
                 scatter: Any = _PairwiseReduceScatter(self)
                 module.set_custom_reduce_scatter(scatter)
+                # A sum that FSDP neither divides before nor after: that would round.
                 module.set_force_sum_reduction_for_comms(True)
                 module.set_gradient_divide_factor(1.0)
                 self._scatters.append(scatter)
@@ -378,6 +388,7 @@ class BitwiseFSDPStrategy(BitwiseDDPStrategy, FSDPStrategy):
     @property
     def present_numbers(self) -> range:
         """The number of each rank's present micro-batch."""
+        # Called within a backward pass: `micro_batch` counts `_place` up after it.
         first = self._place * self.world.world_size
         return range(first, min(first + self.world.world_size, self.num_micro_batches))
 
@@ -391,6 +402,7 @@ class BitwiseFSDPStrategy(BitwiseDDPStrategy, FSDPStrategy):
         used = [weight.grad is not None for weight in self._trained]
         if used != self._used.setdefault(self.pass_name, used):
             raise UsageError(PARTLY_USED)
+        # Before the last one nothing was written to what FSDP puts there.
         if not self.is_last:
             for weight in self._trained:
                 weight.grad = None
@@ -406,10 +418,8 @@ class BitwiseFSDPStrategy(BitwiseDDPStrategy, FSDPStrategy):
             scatter.end_step()
 
     def grad_norm(self, gradients: list[Any]) -> float | Tensor:
-        """Return the norm of the whole gradients; collective.
-
-        Norms of shards would be added in another order on other numbers of ranks.
-        """
+        """Return the norm of the whole gradients; collective."""
+        # Norms of shards would be added in another order on other numbers of ranks.
         if not self._are_alike:
             whole = [it.full_tensor() for it in gradients]
             return number_of(nn.utils.get_total_norm(whole))
@@ -417,6 +427,7 @@ class BitwiseFSDPStrategy(BitwiseDDPStrategy, FSDPStrategy):
         return norm_of([foreach_norm([it.full_tensor()])[0] for it in gradients])
 
     def _agree_on_used(self) -> None:
+        # Once for each pass: `_add_gradients` compares each rank with its own first.
         if self.pass_name not in self._is_agreed:
             used = self._used[self.pass_name]
             nums = torch.tensor(used, dtype=torch.int64).to(self.world.device)
@@ -457,6 +468,7 @@ class _PairwiseReduceScatter:
         received = torch.empty_like(input_tensor)
         dist.all_to_all_single(received, input_tensor, group=group)
         rows = received.view(group.size(), -1)
+        # Rows by rank, and so by number; of padding, at the end of a step, none counts.
         for number, row in zip(self._strategy.present_numbers, rows, strict=False):
             self._sum.add((0, number), [row])
             self._num += 1

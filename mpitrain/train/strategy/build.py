@@ -48,6 +48,7 @@ def choose_strategy(
     name = config.strategy
     if name == "auto":
         name = "ddp" if world.world_size > 1 else "single"
+    # Of facts that are equal on all ranks: each finds the same error.
     error = _find_error(name, config, world)
     if error:
         raise UsageError(error).on_all_ranks()

@@ -44,8 +44,10 @@ class DDPStrategy(Strategy):
     def wrap(self, model: nn.Module, *, find_unused_parameters: bool = True) -> None:
         """Wrap the model in `DistributedDataParallel`."""
         super().wrap(model)
+        # Without buffers there is nothing to broadcast, nor a time of it to measure.
         self.communicates_before_step = bool(self._buffers)
         self._finds_unused = find_unused_parameters
+        # It advises False where all weights were used, which may differ in other steps.
         warnings.filterwarnings("ignore", message=".*find_unused_parameters=True")
         self.module = self._wrapper()
         self._modules: dict[str, DistributedDataParallel] = {}
@@ -54,7 +56,7 @@ class DDPStrategy(Strategy):
         sync_buffers: Any = {_SYNC_BUFFERS: False}  # `broadcast_buffers` does it
         return DistributedDataParallel(
             self.model,
-            gradient_as_bucket_view=True,
+            gradient_as_bucket_view=True,  # no second copy of the gradients
             find_unused_parameters=self._finds_unused,
             **sync_buffers,
         )
@@ -62,6 +64,7 @@ class DDPStrategy(Strategy):
     def begin_pass(self, name: str) -> None:
         """Call a DDP of the weights that require gradients in the passes of a name."""
         super().begin_pass(name)
+        # DDP waits for a gradient of each weight that required one when it was made.
         if name not in self._modules:
             self._modules[name] = self._wrapper()
         self.module = self._modules[name]
@@ -84,13 +87,11 @@ class DDPStrategy(Strategy):
             raise
 
     def call(self, module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-        """Call DDP so that its warning of unused parameters is one of Python's.
-
-        It comes from C++ code without a warning handler, which prints it on every rank.
-        While a function of torch calls back, its handler is there (torch 2.14).
-        """
+        """Call DDP so that its warning of unused parameters is one of Python's."""
         if not self._finds_unused:
             return super().call(module, *args, **kwargs)
+        # It comes from C++ code without a warning handler, which prints it on every
+        # rank. While a function of torch calls back, its handler is there (torch 2.14).
         outputs = []
 
         def call(number: float) -> float:

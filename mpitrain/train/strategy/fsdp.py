@@ -52,22 +52,22 @@ class FSDPStrategy(Strategy):
 
     def wrap(self, model: nn.Module, *, find_unused_parameters: bool = True) -> None:
         """Shard the model by `fully_shard`, if no stage before has."""
+        # Imported here and below: it takes a second, which the others do not need.
         from torch.distributed.fsdp import FSDPModule
 
         if not self.world.is_rank_zero:  # torch 2.14 warns of a view, such as logits
             warnings.filterwarnings("ignore", message="FSDP2-wrapped module")
-        if not isinstance(model, FSDPModule):  # nor `make_weights`
+        # Made on meta, it is sharded by `make_weights`; and once for all stages.
+        if not isinstance(model, FSDPModule):
             fully_shard_model(model, self.world, self.config)
         super().wrap(model, find_unused_parameters=find_unused_parameters)
 
     def parameter_groups(
         self, weights: list[nn.Parameter], optimizer: str
     ) -> list[dict[str, Any]]:
-        """Return one group, not fused.
-
-        torch 2.15: "aten._fused_sgd_.default does not have a sharding strategy".
-        """
+        """Return one group, not fused."""
         del optimizer
+        # torch 2.15: "aten._fused_sgd_.default does not have a sharding strategy".
         return [{"params": weights}]
 
     @contextmanager
@@ -94,6 +94,7 @@ class FSDPStrategy(Strategy):
         used = [weight.grad is not None for weight in named.values()]
         digest = hashlib.blake2b(bytes(used), digest_size=4).digest()
         number = int.from_bytes(digest)
+        # The maximum of n and of -n: whether all are equal, by one small all-reduce.
         bounds = torch.tensor([number, -number], device=self.world.device)
         dist.all_reduce(bounds, dist.ReduceOp.MAX)
         largest, least = bounds.tolist()
@@ -125,6 +126,7 @@ class FSDPStrategy(Strategy):
         Rank zero has as many of them as its caller keeps; no other rank, and no GPU,
         has more than one.
         """
+        # All ranks ask for each weight, which is a collective; rank zero alone copies.
         for name, value in self.model.state_dict().items():
             if hasattr(value, "full_tensor"):  # with cpu_offload it is on the CPU
                 value = value.to(value.device_mesh.device_type).full_tensor()
@@ -162,6 +164,7 @@ def fully_shard_model(
             param_dtype=dtype, reduce_dtype=torch.float32
         )
     num_owners = _count_owners(model)
+    # Blocks first, then the model: it takes what is in no group yet.
     for block in find_blocks(model):
         # Not where it shares a weight with others: a weight has one group, here the
         # model's.
@@ -185,6 +188,7 @@ def _mesh(world: World, config: StrategyConfig) -> Any:
     kind = torch.device(world.device).type
     if not config.hybrid_sharding or world.num_nodes == 1:
         return init_device_mesh(kind, (world.world_size,), mesh_dim_names=("shard",))
+    # A mesh is a table of ranks in their order: a row has to be a node.
     sizes = {len(node.ranks) for node in world.nodes}
     in_order = [rank for node in world.nodes for rank in node.ranks]
     if len(sizes) > 1 or in_order != list(range(world.world_size)):

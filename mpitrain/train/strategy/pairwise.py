@@ -37,6 +37,7 @@ class PairwiseSum:
     def add(self, node: Node, value: Gradients) -> None:
         """Take a value, which may be changed in place."""
         level, position = node
+        # Positions of neighbours differ in the last bit.
         while (found := self.nodes.pop((level, position ^ 1), None)) is not None:
             value = _add(value, found) if position & 1 == 0 else _add(found, value)
             level, position = level + 1, position // 2
@@ -44,6 +45,7 @@ class PairwiseSum:
 
     def total(self) -> Gradients:
         """Return the sum of all, and begin anew."""
+        # What has no neighbour, as 2 of 0 to 2, is added from the right: in one order.
         *others, total = [self.nodes[node] for node in sorted(self.nodes, key=_first)]
         self.nodes = {}
         for value in reversed(others):
@@ -113,6 +115,7 @@ class FlatGradients:
                 view.zero_()
             else:
                 view.copy_(gradient)
+        # They are added as the rest is: not 0 where any micro-batch has a gradient.
         flags = [float(gradient is not None) for gradient in gradients]
         flat[self._end : self.length] = torch.tensor(flags)
 
