@@ -78,14 +78,16 @@ class WeightMaker:
         for at, it in missing.items():
             made = torch.empty_like(it, device=self._device)
             setattr(module, at, _like(made, it))
+        # The process has its random numbers as before: a user may have seeded them.
         device = torch.device(self._device)
         devices = [] if device.type == "cpu" else [device]
         with torch.random.fork_rng(devices, device_type=device.type):
             text = f"{self._seed} {name}".encode()
+            # 7 bytes of the hash: manual_seed takes no more than 64 bits, signed.
             torch.manual_seed(int.from_bytes(hashlib.sha256(text).digest()[:7]))
             reset()
         for at, it in missing.items():
-            made = getattr(module, at)
+            made = getattr(module, at)  # anew: reset() may have put another there
             if self._num_names[it] > 1:  # the first that has it makes its numbers
                 made = self._tied.setdefault(it, made)
                 setattr(module, at, made)

@@ -44,6 +44,7 @@ def unwrap_model(model: Any, world: World) -> nn.Module:
             "the wrapper of torch.compile was removed, and the model stays compiled: "
             "names in state_dict() and checkpoints are those without _orig_mod."
         )
+    # By name, of bases, too: the import of FSDP takes a second.
     for name, part in parts.items():
         kinds = {kind.__name__ for kind in type(part).__mro__}
         if kind := next(iter(kinds.intersection(WRAPPERS)), ""):
@@ -130,10 +131,8 @@ def _plain_tensors(model: nn.Module) -> dict[str, str]:
 
 
 def _storage(tensor: Tensor) -> int:
-    """Return which storage a tensor has, without asking for its memory.
-
-    One that is sharded, or on the device meta, has none of its own.
-    """
+    """Return which storage a tensor has."""
+    # Not by data_ptr: one that is sharded, or on meta, has no memory of its own.
     if tensor.layout != torch.strided:
         return id(tensor)
     ref = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
@@ -144,11 +143,13 @@ def place_tensor(tensor: Tensor, world: World, config: TrainConfig) -> None:
     """Give a weight or buffer its dtype, and rank zero's numbers; collective."""
     dtype = torch.float64 if config.precision == "fp64" else torch.float32
     # Not by `to`, which makes complex numbers real.
+    # Into .data: the weight stays the object that the user and other modules hold.
     if tensor.is_floating_point() or tensor.is_complex():
         tensor.data = tensor.data.to(
             dtype.to_complex() if tensor.is_complex() else dtype
         )
     if world.world_size > 1:
+        # detach(): autograd refuses to write to a weight that requires a gradient.
         dist.broadcast(tensor.detach(), src=0)
 
 
@@ -169,6 +170,7 @@ def prepare_model(model: nn.Module, world: World, config: TrainConfig) -> nn.Mod
     if config.activation_checkpointing:
         for block in find_blocks(model):
             if getattr(block.forward, "func", None) is not checkpoint:  # an earlier fit
+                # The method alone: a wrapper would change the names of the weights.
                 block.forward = functools.partial(
                     checkpoint, block.forward, use_reentrant=False
                 )
@@ -183,6 +185,7 @@ def prepare_model(model: nn.Module, world: World, config: TrainConfig) -> nn.Mod
 @contextmanager
 def keep_statistics(model: nn.Module) -> Iterator[None]:
     """Keep the running statistics of batch norm, through both passes in here."""
+    # Of a doubled sample the variance is 0, and no statistic of the data.
     norms = (it for it in model.modules() if isinstance(it, BatchNorm))
     before = [(it, it.clone()) for norm in norms for it in norm.buffers()]
     yield
@@ -220,6 +223,7 @@ def find_blocks(model: nn.Module) -> list[nn.Module]:
 
 def copy_to_cpu(state: Mapping[str, Any]) -> dict[str, Any]:
     """Copy the tensors of a ``state_dict`` to the CPU."""
+    # copy=True: on a CPU `to` would return the weights, which training changes.
     return {
         name: value.to("cpu", copy=True) if isinstance(value, Tensor) else value
         for name, value in state.items()
@@ -241,6 +245,7 @@ def spread_inputs(
     if len(args) != 1 or kwargs or not isinstance(args[0], Mapping):
         return args, kwargs
     signature, given = inspect.signature(model.forward), dict(args[0])
+    # Also where arguments are missing: then forward's own error names them.
     if given.keys() <= signature.parameters.keys():
         return (), given
     try:

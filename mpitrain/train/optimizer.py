@@ -74,6 +74,7 @@ def build_optimizer(
     if not config.bias_decay:
         groups = [part for group in groups for part in _split_biases(group)]
     if config.shard_optimizer and strategy.world.world_size > 1:
+        # Imported here: it takes a second, and few need it.
         from torch.distributed.optim import ZeroRedundancyOptimizer
 
         return ZeroRedundancyOptimizer(groups, optimizer_class=kind, **options)
@@ -163,6 +164,7 @@ class OptimizerWrapper:
             made = build_optimizer(strategy, config, lr=stage.peak_lr(config))
         self.optimizers = optimizers_of(made)
         self.form = describe(self.optimizers, model) if is_custom else ""
+        # Before `check_optimizers`, so that what it refuses is refused by all ranks.
         made_here = self.form or "none"
         ranks.check_equal(made_here, "what optimizer= makes", "Expected the same")
         ignored = [*REPLACED] if is_custom else []
@@ -183,6 +185,7 @@ class OptimizerWrapper:
             for group in self.param_groups if stage.lr_factor != 1.0 else ():
                 group["lr"] *= stage.lr_factor
         rates = [group["lr"] for group in self.param_groups]
+        # After lr_factor: a scheduler takes the rates that it finds for its peak.
         schedulers = task.configure_schedulers(made, total_steps)
         if schedulers is not None:
             add_schedulers(self.optimizers, schedulers)
@@ -261,6 +264,8 @@ class OptimizerWrapper:
             if it.scheduler is None:
                 it.set_rates(rate_of)
         named = self._named_weights.values()
+        # Not zeros: an optimizer leaves a weight without gradient alone, but would
+        # decay one with zeros.
         for weight in named:
             weight.grad = None
         if len(self.names) > 1:
@@ -292,6 +297,7 @@ class OptimizerWrapper:
 
     @torch.no_grad()
     def _swap(self) -> None:
+        # In place: DDP, FSDP and optimizers hold these tensors.
         for tensor, average in self._averaged():
             kept = tensor.detach().clone()
             tensor.copy_(average)
@@ -330,6 +336,7 @@ class OptimizerWrapper:
         for it in self._present:
             it.check_fused()
         if isinstance(found, Tensor) and self._can_defer:
+            # float64, as float(found) below: the bits are those of the host.
             norm_of_all = found.double().mul(factor).abs()
             self._apply_if_finite(gradients, norm_of_all, factor)
             return norm_of_all
@@ -349,6 +356,7 @@ class OptimizerWrapper:
         for it in self._present:
             self._apply(it)
         self.scale.grow()
+        # Once in a step, after its last pass.
         if self.ema_values and self._present[-1] is self.optimizers[-1]:
             self._update_ema()
         return norm
@@ -360,11 +368,7 @@ class OptimizerWrapper:
     def _apply_if_finite(
         self, gradients: list[Tensor], norm: Tensor, factor: float | Tensor
     ) -> None:
-        """Do what `end_pass` does, by operations of the device alone.
-
-        With ``on_nonfinite="stop"`` no later step is applied either: the host hears of
-        it when it has sent more steps, and the weights are to be those before.
-        """
+        """Do what `end_pass` does, by operations of the device alone."""
         max_norm = self.config.clip_grad_norm
         if max_norm is not None:
             # Not max_norm / norm, which torch rounds twice: 1 / norm, and the product.
@@ -374,6 +378,8 @@ class OptimizerWrapper:
             for gradient in gradients:
                 gradient.mul_(factor)
         is_bad = norm.isfinite().logical_not()
+        # Nor is any later step applied then: the host hears of it when it has sent
+        # more, and the weights are to be those before.
         if self.config.on_nonfinite == "stop":
             if self._has_stopped is not None:
                 is_bad = is_bad | self._has_stopped
@@ -385,7 +391,7 @@ class OptimizerWrapper:
             it.optimizer.found_inf = is_bad.float()  # read by torch's fused steps
             try:
                 self._apply(it)
-            finally:
+            finally:  # else torch reads it in a later step that is not deferred
                 del it.optimizer.found_inf
         if self.ema_values:
             self._update_ema(is_bad.logical_not())
@@ -432,24 +438,23 @@ class OptimizerWrapper:
         return gradients
 
     def _prepare_for_sparse(self) -> None:
-        """Add up what sparse gradients have twice, and let the optimizer not be fused.
-
-        Fused ones take dense gradients. With momentum a resume would add up the same
-        numbers in another order, if they were not added here. Rows of zeros, which the
-        padding of a rank without samples has, are left out: SparseAdam would step them.
-        """
+        """Add up what sparse gradients have twice; let the optimizer not be fused."""
         for name, weight in self._named_weights.items():
             if weight.grad is None or not weight.grad.is_sparse:
                 continue
-            found = weight.grad.clone().coalesce()  # a reduced one may have no views
+            # Here: with momentum a resume would add up the same numbers in another
+            # order. A clone, since a reduced one may have no views.
+            found = weight.grad.clone().coalesce()
             values = found.values()
+            # Without rows of zeros, which padding has: SparseAdam would step them.
             kept = values.reshape(len(values), -1).any(1)
             weight.grad = torch.sparse_coo_tensor(
                 found.indices()[:, kept], values[kept], found.shape, is_coalesced=True
             )
             for group in self.param_groups:
+                # By identity: `in` compares numbers.
                 if any(weight is it for it in group["params"]):
-                    group["fused"] = None
+                    group["fused"] = None  # fused ones take dense gradients
                     if group.get("weight_decay"):
                         raise UsageError(
                             f"the gradient of {name} is sparse, and weight decay "

@@ -39,14 +39,17 @@ def configure_torch(
     For the whole process. A training without determinism, or without a number of
     threads, takes back what one before it has set.
     """
+    # The job's: a `Trainer` after this one is another object in the same process.
     previous = Job.current.torch_settings if Job.current else {}
     torch.set_float32_matmul_precision("high" if tf32 else "highest")
     torch.backends.cudnn.allow_tf32 = tf32  # True by default
     if is_deterministic:
+        # cuBLAS reads it when it starts, and torch raises an error without it.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         if not torch.are_deterministic_algorithms_enabled():
             previous["deterministic"] = False
         torch.use_deterministic_algorithms(True)
+        # It chooses kernels by their time, which differs from run to run.
         torch.backends.cudnn.benchmark = False
     elif "deterministic" in previous:
         torch.use_deterministic_algorithms(previous.pop("deterministic"))

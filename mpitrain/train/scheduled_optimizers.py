@@ -45,6 +45,7 @@ class ScheduledOptimizer:
         Each rank draws the same: otherwise its copy of the weights would drift away.
         Where weights or state are sharded, they would be other numbers for a weight.
         """
+        # The next forward pass draws what it would have drawn.
         with own_random_state(device):
             seed_all(seed, device)
             before = random_state(device) if is_sharded else []
@@ -59,24 +60,20 @@ class ScheduledOptimizer:
 
     @property
     def can_skip(self) -> bool:
-        """Whether its step changes nothing where `found_inf` is 1: it is fused.
-
-        Not where SGD's step makes its momentum: it would stay without values (torch
-        2.14). Nor ZeRO's, whose groups are copies.
-        """
+        """Whether its step changes nothing where `found_inf` is 1: it is fused."""
         groups = self.optimizer.param_groups
         is_fused = all(group.get("fused") for group in groups)
+        # Nor ZeRO's, whose groups are copies.
         if self.optimizer is not self.local or not is_fused:
             return False
+        # A momentum that this step makes would stay without values (torch 2.14).
         with_momentum = [it["params"] for it in groups if it.get("momentum")]
         return all(False not in self._have_momentum(it) for it in with_momentum)
 
     def check_fused(self) -> None:
-        """Let SGD not be fused where only some weights have a momentum yet.
-
-        It fails there (torch 2.14): a weight had no gradient in the first step.
-        """
-        # With ZeRO the groups are two, and its step copies the first one's settings.
+        """Let SGD not be fused where only some weights have a momentum yet."""
+        # It fails there (torch 2.14): a weight had no gradient in the first step. With
+        # ZeRO the groups are two, and its step copies the first one's settings.
         groups = self.optimizer.param_groups, self.local.param_groups
         for group, local in zip(*groups, strict=True):
             is_fused = group.get("fused") and group.get("momentum")
@@ -105,7 +102,9 @@ class ScheduledOptimizer:
     def set_rates(self, rate_of: Callable[[float], float]) -> None:
         """Set each group's rate by its own peak rate."""
         for group in self.optimizer.param_groups:
+            # The key of torch's schedulers: it goes into checkpoints with the group.
             lr = rate_of(group.setdefault("initial_lr", float(group["lr"])))
+            # In place: a fused or compiled step reads the tensor that it was given.
             if isinstance(group["lr"], Tensor):
                 group["lr"].fill_(lr)
             else:
@@ -135,6 +134,7 @@ def optimizers_of(made: Any) -> list[ScheduledOptimizer]:
 
 def describe(optimizers: Sequence[ScheduledOptimizer], model: nn.Module) -> str:
     """Return what is to be equal on all ranks, and when a training is resumed."""
+    # A digest of the names: they are as many as the weights.
     names = {id(weight): name for name, weight in model.named_parameters()}
     words = []
     for it in optimizers:
