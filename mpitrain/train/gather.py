@@ -51,6 +51,7 @@ class _AllGather(torch.autograd.Function):
     def forward(ctx: Any, rows: Tensor, counts: tuple[int, ...], mine: slice) -> Tensor:
         """Gather rows that are padded to the largest number."""
         ctx.mine = mine
+        # all_gather takes tensors of one shape. pad() counts dimensions from the last.
         padding = (0, 0) * (rows.ndim - 1) + (0, max(counts) - len(rows))
         padded = F.pad(rows.detach(), padding).contiguous()
         parts = [torch.empty_like(padded) for _ in counts]
@@ -60,6 +61,7 @@ class _AllGather(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
         """Add up the gradients of all ranks."""
+        # A copy: autograd may use this tensor elsewhere, and all_reduce writes to it.
         total = gradients[0].contiguous().clone()
         dist.all_reduce(total)
         return total[ctx.mine], None, None

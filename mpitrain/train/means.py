@@ -81,6 +81,8 @@ def sum_of(values: Any, num: int, num_rows: int, name: str) -> Sum:
     if values.ndim == 0:
         if num:
             return Sum(values * num, None)
+        # Of padding alone: 0, with the graph, since ranks reduce in the backward pass
+        # (docs/decisions/0005). nan_to_num: 0 * inf is nan.
         return Sum(values.nan_to_num(0.0, 0.0, 0.0) * 0.0, None)
     if values.shape[0] not in (num, num_rows):
         raise DataError(
@@ -129,7 +131,7 @@ def _weighted_sum(pair: Sequence[Any], num: int, num_rows: int, name: str) -> Su
             "constants, weights.detach(), or several losses by name: "
             "{'loss': ..., 'other': ...}"
         )
-    if not num:  # padding alone
+    if not num:  # padding alone, as in `sum_of`
         nothing = values.nan_to_num(0.0, 0.0, 0.0).sum() * 0.0
         return Sum(nothing, weights.new_zeros((), dtype=torch.float64))
     share = 1.0
@@ -138,4 +140,5 @@ def _weighted_sum(pair: Sequence[Any], num: int, num_rows: int, name: str) -> Su
     else:
         share = num / num_rows  # padding beside samples is copies of them
     total = (values * weights.to(values.dtype)).sum() * share
+    # float64: of a sum of weights each digit counts, also of millions of tokens.
     return Sum(total, weights.sum(dtype=torch.float64) * share)

@@ -117,6 +117,7 @@ class MetricObjects:
         derive = getattr(task.derived_metrics, "__func__", None)
         self._derives = derive is not Task.derived_metrics
         self._metrics: dict[str, TorchMetric | _OwnMetric] = {}
+        # Errors wait until the ranks have compared: one rank alone may have one.
         try:
             for name, metric in _flat(task.metric_objects):
                 self._metrics[name] = (
@@ -159,6 +160,7 @@ class MetricObjects:
         """Let updates in here change copies: padding is no sample; local."""
         task = self._task
         objects, errors = task.metric_objects, task.metric_errors
+        # A task's validation_step may update them itself, without asking for samples.
         task.metric_objects, task.metric_errors = copy.deepcopy(objects), {}
         try:
             yield
@@ -170,6 +172,7 @@ class MetricObjects:
         derive = self._task.derived_metrics
         if not self._metrics and not self._derives:
             return found
+        # One gather, whatever the states are: no rank waits for a state of another.
         of_ranks = self._ranks.gather(
             {
                 name: self._task.metric_errors.get(name) or _packed(metric)
@@ -191,6 +194,8 @@ class MetricObjects:
                 _add(values, {k: float(it) for k, it in derive({**values}).items()})
             return values, results
 
+        # There alone, and sent as it is: an error is that of all ranks, and no rank
+        # needs the memory for all states (docs/decisions/0016).
         values, results = self._ranks.on_rank_zero(compute, "compute the metrics")
         self.reset()  # lists may be as large as the data set
         return replace(found, values=values, results=results)
@@ -200,6 +205,8 @@ class MetricObjects:
             raise DataError(f"the metric {name!r} failed: {packed}")
         device = "cpu" if isinstance(self._metrics[name], TorchMetric) else self._device
         buffer = io.BytesIO(packed)
+        # torch's format, for map_location: other ranks' GPUs have other numbers. What
+        # it unpickles are objects of this job.
         return torch.load(buffer, map_location=device, weights_only=False)
 
     @contextlib.contextmanager

@@ -88,8 +88,10 @@ class TorchMetric:
                 self._check_exact(part, key, default)
                 if default.is_floating_point():  # set_dtype() casts networks, too
                     part._defaults[key] = default.double()
+            # A copy: updates append to a list.
             setattr(part, key, copy.copy(part._defaults[key]))
         part._dtype = torch.float64  # of states that an update adds
+        # So compute() exchanges nothing: other ranks are not in it.
         part.distributed_available_fn = _never
 
     def reset(self) -> None:
@@ -125,6 +127,8 @@ class TorchMetric:
             for key, value in _attributes(part).items():
                 if _is_same(old := before.get(key, [None]), value):
                     continue
+                # What is set once is of the first update, such as binary or multiclass;
+                # numbers that change, as a count in Python, are states in disguise.
                 now = getattr(part, key)
                 is_flag = isinstance(now, bool | str | torch.dtype)
                 if is_flag or (old == [None] and isinstance(now, Real)):
@@ -165,6 +169,7 @@ class TorchMetric:
         )
         if not is_stacked:
             return self._compute(self.metric, of_parts)
+        # Of one rank the result is as that of one process: it must not be a stack.
         of_one = [dict([*it.items()][:1]) for it in of_parts]
         one = _shape_of(self._compute(copy.deepcopy(self.metric), of_one))
         result = self._compute(self.metric, of_parts)
@@ -204,6 +209,7 @@ class TorchMetric:
             else:
                 joined = self._reduced(part, key, of_key)
             setattr(part, key, map_tensors(lambda x: x.to(device), joined))
+        # Else compute() returns what it returned before, or warns of no update.
         part._computed, part._update_count = None, 1
 
     def _reduced(self, part: Any, key: str, of_ranks: list[Tensor]) -> Tensor:
@@ -264,7 +270,7 @@ def _attributes(part: Any) -> dict[str, list[Any]]:
 def _trace(value: Any) -> list[Any]:
     """Return what shows if a value is changed, in place, too."""
     if isinstance(value, Tensor):
-        return [value, value._version]
+        return [value, value._version]  # torch counts writes to it
     if isinstance(value, np.ndarray):
         return [value.tobytes()]
     if isinstance(value, dict):
@@ -292,7 +298,8 @@ def _by_batch(
     [(0, [7]), (2, [8, 9]), (4, [])]
     """
     places = [start for _, start in starts] + [len(elements)]
-    if not starts or places[0] or places != sorted(places):  # it was written anew
+    # An update may make a list anew, or shorter: then no batch is known of an element.
+    if not starts or places[0] or places != sorted(places):
         return [(starts[0][0] if starts else 0, elements)]
     pairs = zip(starts, places[1:], strict=True)
     return [(number, elements[start:stop]) for (number, start), stop in pairs]

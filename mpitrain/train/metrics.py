@@ -22,6 +22,7 @@ NUM_PHASES = len(PHASES)
 DATA, FORWARD, BACKWARD, COMMUNICATION, UPDATE, EVALUATION, CHECKPOINT, OTHER = range(8)
 
 
+# A tuple, no dataclass: of small models there are thousands a second.
 class StepMetrics(NamedTuple):
     """The metrics of one step. Equal on all ranks."""
 
@@ -79,6 +80,7 @@ def best_metric(names: Collection[str], best_by: str | None) -> tuple[str, bool]
     found = [kind for kind in KINDS if kind in names]
     found += [n for kind in KINDS for n in names if n.endswith(f"_{kind}")]
     default = next(iter([*found, *names]), "loss")
+    # From the right: a name may have a colon, a mode has none.
     mode, _, name = (best_by or default).rpartition(":")
     name = name.removeprefix("val_")
     is_lower = LOWER_IS_BETTER.search(name.lower()) is not None
