@@ -55,6 +55,7 @@ def warn_of_values(values: Mapping[str, Any], warned: set[Any]) -> Mapping[str, 
     Those that are one number for a batch, and those of places, such as tokens, whose
     number varies: most often with the padding, which has no weight of 0.
     """
+    # ``warned`` has names that were warned of, and pairs of those and shapes seen.
     for name, it in values.items():
         if getattr(it, "ndim", 0) > 1 and (name, it.shape[1:]) not in warned:
             varies = any(type(key) is tuple and key[0] == name for key in warned)
@@ -128,7 +129,7 @@ def bind_functions(task: Task, **functions: Any) -> None:
         try:
             inspect.signature(it).bind(*names)
         except ValueError:
-            pass  # of C, without a signature
+            pass  # written in C, without a signature
         except TypeError:
             raise UsageError(
                 f"{name}= has to be a function of {' and '.join(names)}, found "
@@ -142,6 +143,7 @@ def call_step(
 ) -> Losses:
     """Call a training step; say so if it takes no name of an optimizer."""
     if names:
+        # Before the call: a TypeError of it may be of the step's own code.
         try:
             inspect.signature(step).bind(model, batch, *names)
         except TypeError:
@@ -184,6 +186,7 @@ def explain_call(
         )
         hint = f"; {expected}"
     if isinstance(error, TypeError):
+        # Bound again: the error may be of a layer within.
         try:
             signature.bind(*args, **kwargs)
         except TypeError as why:

@@ -60,6 +60,7 @@ class EarlyStopping(Callback):
 
     def on_fit_start(self, trainer: Any) -> None:
         """Stay finished, if the job before was."""
+        # Not by an assignment: another callback may have finished it.
         trainer.should_stop |= self._num_bad >= self.patience
 
     def on_validation_end(self, trainer: Any, epoch: EpochMetrics) -> None:
@@ -98,6 +99,7 @@ class EarlyStopping(Callback):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the best value, and how many were not better since."""
+        # JSON has no infinity.
         best = self._best if math.isfinite(self._best) else None
         return {"metric": self.metric, "best": [best, self._best_step, self._num_bad]}
 

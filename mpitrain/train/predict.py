@@ -51,7 +51,8 @@ def predict(
                 if num:
                     write(batch.indices, mine)
                 continue
-            # Step by step, so that no message is large. A view would send its whole.
+            # Step by step, so that no message is large. A clone: to pickle a view is to
+            # send all of the batch.
             mine = [map_tensors(torch.clone, it) for it in mine]
             for indices, of_rank in ranks.gather((batch.indices, mine)):
                 found.update(zip(indices.tolist(), of_rank, strict=True))
@@ -61,6 +62,7 @@ def predict(
         _warn_of_skipped([error for _, skipped in of_ranks for error in skipped])
     if write is not None or rank_shard.rank:
         return None, num_samples
+    # Of a stream all that came; of a set with a length also what was skipped, as None.
     total = loader.samples.num_samples
     numbers = sorted(found) if total is None else range(total)
     return [found.get(number) for number in numbers], num_samples

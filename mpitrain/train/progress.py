@@ -34,7 +34,7 @@ class EpochLines(Callback):
     def __init__(self, seconds_left: SecondsLeft = lambda: None) -> None:
         self._seconds_left = seconds_left
         self._is_on = True
-        EpochLines.start(self, 0, None, 0)
+        EpochLines.start(self, 0, None, 0)  # not a bar's, which would draw one
 
     def start(
         self,
@@ -77,6 +77,7 @@ class EpochLines(Callback):
 
     def on_metrics(self, trainer: Any, steps: Sequence[StepMetrics]) -> None:
         """Remember the losses."""
+        # Words are made when they are shown: this is called every two seconds.
         mean = sum(step.loss for step in steps) / len(steps)
         others = {f"train_{k}": v for k, v in steps[-1].losses.items()}
         if math.isnan(mean) and others:  # of a custom loop that has no loss

@@ -98,6 +98,7 @@ class Verification:
             ComputeError: They differ; on every rank.
         """
         sums = self._state_sums(engine)
+        # One digest of all: the sums of each tensor travel if the ranks differ.
         whole = _digest_of(sums)
         found = self._ranks.allgather(whole)
         (most, count), *others = Counter(found).most_common()
@@ -122,6 +123,7 @@ class Verification:
             strategy: Whose `begin_step` was called.
             number: Of the step, from 1.
         """
+        # By seed and step: all ranks choose alike, without an exchange.
         chance, self._mine = random.Random(f"{self._seed} {number}"), {}
         numbers = strategy.numbers_of_ranks
         self._chosen = [chance.choice(it) if it else None for it in numbers]
@@ -170,6 +172,7 @@ class Verification:
                 loss = compute(batch)
                 return _sums_of(batch, loss, strategy.named_weights())
 
+        # All at once, each another one's: no rank waits, and each is verified.
         verified = recompute_for((mine + self._shift) % size)
         both = _digest_of(self._mine), _digest_of(verified)
         of_ranks: list[tuple[str, str]] = self._ranks.allgather(both)
@@ -198,6 +201,7 @@ class Verification:
         name = next(n for n in {**its, **one} if one.get(n) != its.get(n))
         judges = self._judges(owner, other)
         is_judge = self._world.rank in judges
+        # Both may be judges: two ranks alone compute it once more each.
         vote = _digest_of(recompute_for(owner)) if is_judge else ""
         votes = self._ranks.allgather(vote)
         for_owner, for_other = (
@@ -223,10 +227,8 @@ class Verification:
     # --- inside -------------------------------------------------------------------
 
     def _judges(self, one: int, other: int) -> list[int]:
-        """Return who decides: one of a third node, else one beside each; or both again.
-
-        What is wrong with a node may be wrong on all of its ranks.
-        """
+        """Return who decides: one of a third node, else one beside each; else both."""
+        # What is wrong with a node may be wrong on all of its ranks.
         places = {rank: it.hostname for it in self._world.nodes for rank in it.ranks}
         others = [rank for rank in sorted(places) if rank not in (one, other)]
         far = [it for it in others if places[it] not in (places[one], places[other])]
@@ -298,6 +300,7 @@ def checksum(tensor: Tensor) -> str:
     if tensor.is_sparse:
         tensor = tensor.coalesce().values()
     raw = tensor.contiguous().flatten().view(torch.uint8)
+    # Words have to begin at a multiple of 8 bytes, and a part of a tensor may not.
     if raw.data_ptr() % WORD:
         raw = raw.clone()
     # In words of 64 bits, which wrap around: a sum of 32 bits would first be copied.
