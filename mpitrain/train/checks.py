@@ -126,15 +126,11 @@ def bind_functions(task: Task, **functions: Any) -> None:
                 f"{name}={EXAMPLES[name]}"
             )
         names = FUNCTIONS[name]
-        try:
-            inspect.signature(it).bind(*names)
-        except ValueError:
-            pass  # written in C, without a signature
-        except TypeError:
+        if not takes(it, *names):
             raise UsageError(
                 f"{name}= has to be a function of {' and '.join(names)}, found "
                 f"{getattr(it, '__name__', it)}{inspect.signature(it)}"
-            ) from None
+            )
         setattr(task, f"configure_{name}s", it)
 
 
@@ -142,16 +138,24 @@ def call_step(
     step: Callable[..., Losses], model: Any, batch: Any, *names: str
 ) -> Losses:
     """Call a training step; say so if it takes no name of an optimizer."""
-    if names:
-        # Before the call: a TypeError of it may be of the step's own code.
-        try:
-            inspect.signature(step).bind(model, batch, *names)
-        except TypeError:
-            raise UsageError(
-                f"{step.__qualname__} is called with the name of one of several "
-                f"optimizers, {names[-1]!r}; expected the arguments model, batch, name"
-            ).on_all_ranks() from None
+    # Before the call: a TypeError of it may be of the step's own code.
+    if names and not takes(step, model, batch, *names):
+        raise UsageError(
+            f"{step.__qualname__} is called with the name of one of several "
+            f"optimizers, {names[-1]!r}; expected the arguments model, batch, name"
+        ).on_all_ranks()
     return step(model, batch, *names)
+
+
+def takes(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> bool:
+    """Whether a function can be called with these arguments, as far as it says."""
+    try:
+        inspect.signature(function).bind(*args, **kwargs)
+    except TypeError:
+        return False
+    except ValueError:  # written in C, without a signature
+        pass
+    return True
 
 
 def shown_names(names: Sequence[object], most: int = MAX_NAMED, by: str = ", ") -> str:

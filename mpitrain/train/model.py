@@ -23,7 +23,7 @@ from mpitrain.errors import UsageError
 from mpitrain.mpi.shared_arrays import Communicator
 from mpitrain.mpi.world import World
 from mpitrain.torch_compat import without_compile_wrappers
-from mpitrain.train.checks import shown_names
+from mpitrain.train.checks import shown_names, takes
 from mpitrain.train.meta_device import is_on_meta
 
 logger = logging.getLogger("mpitrain")
@@ -244,12 +244,8 @@ def spread_inputs(
     """
     if len(args) != 1 or kwargs or not isinstance(args[0], Mapping):
         return args, kwargs
-    signature, given = inspect.signature(model.forward), dict(args[0])
-    # Also where arguments are missing: then forward's own error names them.
-    if given.keys() <= signature.parameters.keys():
-        return (), given
-    try:
-        signature.bind(**given)  # takes any: forward(ids, **kwargs), PEFT's wrappers
-    except TypeError:
-        return args, kwargs
-    return (), given
+    parameters, given = inspect.signature(model.forward).parameters, dict(args[0])
+    # Also where arguments are missing: then forward's own error names them. Or it
+    # takes any: forward(ids, **kwargs), PEFT's wrappers.
+    is_by_name = given.keys() <= parameters.keys() or takes(model.forward, **given)
+    return ((), given) if is_by_name else (args, kwargs)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from mpitrain.data.randomness import own_random_state, random_state, seed_all
 from mpitrain.errors import UsageError
 from mpitrain.torch_compat import has_step_hooks
-from mpitrain.train.checks import shown_names
+from mpitrain.train.checks import shown_names, takes
 
 
 @dataclass(kw_only=True)
@@ -165,7 +164,7 @@ def check_optimizers(
             problem = "expected an object of torch.optim.Optimizer"
         elif any("lr" not in group for group in it.optimizer.param_groups):
             problem = "a group has no learning rate; expected 'lr' in each"
-        elif _needs_arguments(it.local.step):
+        elif not takes(it.local.step):
             problem = (
                 "its step() needs a closure; expected one that takes a step after one "
                 "backward pass, such as AdamW"
@@ -192,14 +191,6 @@ def check_optimizers(
             + ". Expected each weight with requires_grad in one group, and no other, "
             "of the model that the function is given"
         ).on_all_ranks()
-
-
-def _needs_arguments(step: Callable[..., Any]) -> bool:
-    try:
-        inspect.signature(step).bind()
-    except TypeError:
-        return True
-    return False
 
 
 def add_schedulers(optimizers: Sequence[ScheduledOptimizer], made: Any) -> None:
