@@ -347,8 +347,11 @@ class Engine:
         Collective, if the strategy communicates in the forward pass.
         """
         args, kwargs = spread_inputs(self.part.model, args, kwargs)
+        strategy = self.strategy
         try:
-            return self.strategy.call(module, *args, **kwargs)
+            if module is strategy.module:  # the call that a strategy may override
+                return strategy.forward(*args, **kwargs)
+            return strategy.call(module, *args, **kwargs)
         except Exception as error:
             explain_call(self.part.model, args, kwargs, error)
             raise

@@ -109,6 +109,18 @@ def test_a_strategy_is_chosen_once(
         trained(world, settings, strategy=strategy)
 
 
+def test_a_strategy_may_override_forward(world: World) -> None:
+    page, calls = classes_of_the_page(), list[bool]()
+
+    class Noting(page["AllReduce"]):  # type: ignore[misc]
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            calls.append(torch.is_grad_enabled())
+            return super().forward(*args, **kwargs)
+
+    trained(world, task=page["Regression"](), strategy=Noting)
+    assert {*calls} == {True, False}  # in steps and in validations
+
+
 def test_a_loss_may_be_assigned(world: World) -> None:
     trainer = made(world, {})
     trainer.loss = lambda outputs, targets: (outputs - targets).square()  # type: ignore[method-assign]
