@@ -133,9 +133,7 @@ def join_evaluations(by_name: Mapping[str, Evaluation]) -> Evaluation:
 def validate_once(trainer: Any, *, is_epoch_end: bool) -> None:
     """Evaluate the model, unless the job before did after this step. Collective.
 
-    Args:
-        trainer: A `Trainer`, whose module imports this one.
-        is_epoch_end: Whether all steps of the epoch are done.
+    ``trainer`` is a `Trainer`, whose module imports this one.
     """
     engine, state = trainer.engine, trainer.state
     if state.is_validated:

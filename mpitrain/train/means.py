@@ -97,10 +97,7 @@ def sum_of(values: Any, num: int, num_rows: int, name: str) -> Sum:
 def means_of_rows(values: Any, num: int, num_rows: int) -> Tensor | None:
     """Return the mean of each sample's values, `(num,)`; ``None`` if they have none.
 
-    Args:
-        values: As of `sum_of`.
-        num: Samples of the batch.
-        num_rows: Samples and padding.
+    The arguments are those of `sum_of`.
 
     >>> means_of_rows((torch.ones(2, 3), torch.eye(2, 3)), 1, 2)
     tensor([1.])

@@ -100,12 +100,6 @@ class MetricObjects:
     Those of a collection become objects of their own: it shares states between them,
     which are then no longer told apart.
 
-    Args:
-        task: Its `metric_objects` are replaced.
-        device: Of this rank.
-        ranks: They exchange states.
-        is_exact: See `TorchMetric`.
-
     Raises:
         UsageError: An object cannot be joined, or ranks have others; on all ranks.
     """

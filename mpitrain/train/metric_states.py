@@ -46,14 +46,8 @@ class MetricState(NamedTuple):
 class TorchMetric:
     """A metric of torchmetrics on this rank, and those that it wraps.
 
-    Its sums are in float64.
-
-    Args:
-        name: For messages.
-        metric: The metric.
-        device: Of this rank.
-        is_exact: Whether results must have the same bits on any number of ranks: what
-            sums floating-point numbers is refused.
+    Its sums are in float64. ``is_exact``: results must have the same bits on any number
+    of ranks, and what sums floating-point numbers is refused.
 
     Raises:
         UsageError: Its states cannot be joined.

@@ -26,11 +26,7 @@ def handle_nonfinite(
 ) -> None:
     """Skip a step that was not applied, or stop. Collective over the default group.
 
-    Args:
-        trainer: A `Trainer`, whose module imports this one.
-        losses: Of the step's micro-batches.
-        grad_norm: Of the step.
-        step: Its number, from 1.
+    ``step`` is its number, from 1.
 
     Raises:
         NonFiniteError: Names rank, step and samples; on every rank or on none.

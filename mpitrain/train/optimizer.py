@@ -252,11 +252,7 @@ class OptimizerWrapper:
     ) -> None:
         """Set learning rates, drop gradients, and freeze what others train.
 
-        Args:
-            name: Of `names`.
-            rate_of: Maps the peak learning rate of a group to that of the step.
-            epoch: Of the step.
-            step: Its number in the epoch.
+        ``rate_of`` maps the peak learning rate of a group to that of the step.
         """
         self._step = epoch, step
         self._present = [it for it in self.optimizers if it.name == name]

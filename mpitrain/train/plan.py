@@ -107,11 +107,8 @@ class Plan:
         Linear warm-up, then the schedule. With an unknown number of steps it changes
         from epoch to epoch only, but for `warmup_steps`, which end with the first.
 
-        Args:
-            stage: The present one.
-            state: Before the step.
-            step: The number of the step.
-            peak: Of a parameter group; ``None``: the configured one.
+        ``state`` is that before the step, ``peak`` of a parameter group; ``None``: the
+        configured one.
 
         >>> from mpitrain.tasks.stages import place_stages
         >>> def rates(**settings):

@@ -75,10 +75,7 @@ def merge_passes(
 def train_pass(trainer: Any, name: str, step: RankStep) -> Pass:
     """Update the weights of the optimizers of a name by a global batch. Collective.
 
-    Args:
-        trainer: A `Trainer`, whose module imports this one.
-        name: Of the optimizers; empty if they have none.
-        step: This rank's part of the global batch.
+    ``trainer`` is a `Trainer`, whose module imports this one.
     """
     engine, state, timer = trainer.engine, trainer.state, trainer.timer
     optimizer, strategy = engine.optimizer, engine.strategy

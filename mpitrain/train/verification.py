@@ -117,11 +117,9 @@ class Verification:
         self._fail(state, wrong, reason)
 
     def begin(self, strategy: Strategy, number: int) -> None:
-        """Choose a micro-batch of each rank for a step; see `record`; local.
+        """Choose a micro-batch of each rank for a step, numbered from 1; local.
 
-        Args:
-            strategy: Whose `begin_step` was called.
-            number: Of the step, from 1.
+        After `begin_step`, which tells their numbers.
         """
         # By seed and step: all ranks choose alike, without an exchange.
         chance, self._mine = random.Random(f"{self._seed} {number}"), {}
@@ -149,11 +147,8 @@ class Verification:
     ) -> None:
         """Compute a micro-batch of another rank again, and compare.
 
-        Args:
-            engine: Of the trainer.
-            state: Before the step.
-            load: Returns a micro-batch of the step by its number.
-            compute: Computes the loss of one, and the gradients.
+        ``load`` returns a micro-batch by its number, ``compute`` its loss; then the
+        weights have its gradients.
 
         Raises:
             ComputeError: They differ; on every rank.

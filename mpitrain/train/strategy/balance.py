@@ -24,10 +24,8 @@ class Balance:
     ) -> MicroBatchAssignment:
         """Return a faster assignment, or the present one.
 
-        Args:
-            present: What `seconds` were measured with.
-            num: Micro-batches of a step.
-            seconds: Of a micro-batch on each rank, measured since the last call.
+        ``num`` are the micro-batches of a step; ``seconds`` are of one on each rank,
+        measured with the present assignment since the last call.
 
         >>> balance, even = Balance(), MicroBatchAssignment(world_size=2)
         >>> for seconds in ([0.1, 0.2], [0.1, 0.2], [0.5, 0.1]):
