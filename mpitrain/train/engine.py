@@ -87,6 +87,7 @@ class Engine:
     part: TrainedPart
     optimizer: OptimizerWrapper
     trained_weights: TrainedWeights
+    _is_closed = False
 
     def __init__(
         self,
@@ -409,6 +410,8 @@ class Engine:
             name: self.evaluate(loader, validation_step, on_batch_end)
             for name, loader in self.data.val_loaders.items()
         }
+        if self._is_closed:  # `fit` has ended: workers that began now would stay
+            self.data.close()
         return join_evaluations(found)
 
     def predict(self, data: Any, write: Writer | None) -> tuple[list[Any] | None, int]:
@@ -476,6 +479,7 @@ class Engine:
     def close(self) -> None:
         """End the worker processes, and make trainable what was; local."""
         self.data.close()
+        self._is_closed = True
         self._restore_trainable()
 
     def _restore_trainable(self) -> None:

@@ -187,6 +187,15 @@ def test_predictions_leave_no_worker_behind(world: World) -> None:
         assert not multiprocessing.active_children()
 
 
+def test_an_evaluation_after_the_training_leaves_no_worker_behind(world: World) -> None:
+    data = [tuple(it) for it in samples(12)]  # each is read, by a worker
+    trainer = trainer_of(world, data, settings={"num_workers": 2})
+    trainer.fit()
+    for _ in range(2):
+        trainer.evaluate()
+        assert not multiprocessing.active_children()
+
+
 def test_a_stream_is_predicted_in_its_order(world: World) -> None:
     trainer = trainer_of(world)
     trainer.fit()
