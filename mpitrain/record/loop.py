@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from mpitrain.errors import UsageError
+from mpitrain.exact_sum import sum_exactly
 from mpitrain.mpi.shared_arrays import Communicator
 from mpitrain.record.reading import number
 
@@ -30,9 +30,8 @@ def mean_over_ranks(values: Mapping[str, Any], ranks: Communicator) -> dict[str,
             f"Recorder.log got {', '.join(of_ranks[0])} on rank 0, and "
             f"{', '.join(odd[0])} on another; expected the same names"
         ).on_all_ranks()
-    # `fsum` rounds once: the mean does not depend on the order of the ranks.
     return {
-        name: math.fsum(it[name] for it in of_ranks) / len(of_ranks)
+        name: sum_exactly([it[name] for it in of_ranks]) / len(of_ranks)
         if hasattr(value, "dtype")
         else of_ranks[0][name]
         for name, value in values.items()
@@ -83,7 +82,7 @@ def rows_of(
         yield "step", of_step
     if of_validation:
         counts = ("train_samples", "val_samples", "skipped_samples", "skipped_steps")
-        train_loss = math.fsum(losses) / len(losses) if losses else None
+        train_loss = sum_exactly(losses) / len(losses) if losses else None
         known = {"stage": "train", "train_loss": train_loss, "epoch_seconds": seconds}
         unknown = {**dict.fromkeys(counts, 0), "samples_per_second": None}
         yield "epoch", {**known, **unknown, **of_validation}

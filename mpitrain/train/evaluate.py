@@ -22,12 +22,13 @@ from mpitrain.data.loader import Batch, BatchLoader
 from mpitrain.data.samples import BadRow, map_tensors
 from mpitrain.data.sharding import RankShard
 from mpitrain.errors import DataError, UsageError
+from mpitrain.exact_sum import sum_exactly
 from mpitrain.launch.job import heartbeat
 from mpitrain.mpi.shared_arrays import Communicator
 from mpitrain.tasks.task import Model
 from mpitrain.train.means import is_weighted, sum_of
 from mpitrain.train.metrics import best_metric, knows_best, mean
-from mpitrain.train.step_metrics import sum_exactly, sum_over_ranks
+from mpitrain.train.step_metrics import sum_over_ranks
 
 logger = logging.getLogger("mpitrain")
 

@@ -19,7 +19,7 @@ import itertools
 import math
 import time
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -30,6 +30,7 @@ from torch import Tensor
 
 from mpitrain.data.sharding import Indices
 from mpitrain.errors import UsageError
+from mpitrain.exact_sum import sum_exactly
 from mpitrain.torch_compat import all_gather_flat
 from mpitrain.train.means import Sum
 from mpitrain.train.metrics import (
@@ -283,18 +284,6 @@ def all_gather(numbers: array[float], device: str) -> NDArray[np.float64]:
     found = mine.new_empty(world_size * len(numbers))  # gloo takes no other shape
     all_gather_flat(found, mine)
     return found.cpu().numpy().reshape(world_size, -1)
-
-
-def sum_exactly(values: Sequence[float]) -> float:
-    """Return the sum, rounded once; nan or infinite where values are.
-
-    >>> sum_exactly([1.0, 1e100, -1e100]), sum_exactly([math.inf, -math.inf])
-    (1.0, nan)
-    """
-    try:
-        return math.fsum(values)
-    except (OverflowError, ValueError):  # too large, or infinite with both signs
-        return sum(values)
 
 
 def sum_over_ranks(values: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import itertools
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -241,6 +242,20 @@ def test_a_gan_in_a_custom_loop_is_that_of_one_process(
         assert "checkpoints: the same (2, up to step 6)" in lines
         assert f"steps: the same ({EPOCHS * STEPS}, up to step 8)" in lines
     ranks.allgather(None)
+
+
+def test_losses_that_are_infinite_with_both_signs_end_no_loop(
+    world: World,
+    run_dir: Path,  # noqa: F811
+) -> None:
+    recorder = Recorder(run_dir)
+    of_rank = math.inf if world.is_rank_zero else -math.inf
+    means = recorder.log(1, loss=torch.tensor(of_rank))
+    assert math.isnan(means["loss"]) or world.world_size == 1
+    for step, loss in ((2, math.inf), (3, -math.inf)):
+        recorder.log(step, loss=loss)
+    recorder.log(3, val_score=1.0)  # the epoch's mean is of all three
+    recorder.finish()
 
 
 @pytest.mark.parametrize("stop_at", [3, 5])

@@ -28,10 +28,11 @@ from mpitrain.data.custom import Samples
 from mpitrain.data.randomness import seed_all, step_seed
 from mpitrain.data.sharding import MicroBatchAssignment
 from mpitrain.errors import UsageError
+from mpitrain.exact_sum import sum_exactly
 from mpitrain.mpi.world import World
 from mpitrain.torch_compat import all_gather_flat, foreach_norm, is_compiled
 from mpitrain.train.precision import configure_torch
-from mpitrain.train.step_metrics import sum_exactly, sum_over_ranks
+from mpitrain.train.step_metrics import sum_over_ranks
 from mpitrain.train.strategy.balance import Balance
 from mpitrain.train.strategy.base import Strategy, can_be_fused, norm_of, number_of
 from mpitrain.train.strategy.fsdp import FSDPStrategy
