@@ -6,7 +6,9 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 
+import launcher
 import pytest
 from launcher import MPIS, Mpi, find, slow
 
@@ -27,6 +29,25 @@ def own_tmpdir() -> Iterator[None]:
     else:
         os.environ["TMPDIR"] = before
     shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture(scope="session")
+def fork_servers(own_tmpdir: None) -> Iterator[launcher.ForkServers]:
+    """One for each MPI, as soon as a job wants it."""
+    servers = launcher.ForkServers(Path(os.environ["TMPDIR"]))
+    yield servers
+    servers.close()
+
+
+@pytest.fixture(scope="module")
+def warm_starts(fork_servers: launcher.ForkServers) -> Iterator[None]:
+    """Jobs of `python -m mpitrain` begin as forks: half of a short job is imports.
+
+    For files that ask what a job computes and writes, and not how it starts or dies.
+    """
+    launcher.warm = fork_servers
+    yield
+    launcher.warm = None
 
 
 @pytest.fixture(params=[MPIS[0], *map(slow, MPIS[1:])], scope="module")

@@ -224,7 +224,10 @@ class Learner(nn.Module):
         return self.head(torch.tanh(features))
 
     def note(self, numbers: list[int]) -> None:
-        file = Path(os.environ["NOTES"]) / f"{os.getppid()}-{os.environ['RANK']}"
+        file = (
+            Path(os.environ["NOTES"])
+            / f"{os.environ['MASTER_PORT']}-{os.environ['RANK']}"
+        )
         with file.open("a") as notes:
             notes.write(json.dumps(numbers) + "\n")
 

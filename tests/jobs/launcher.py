@@ -18,6 +18,8 @@ from typing import Any
 
 import pytest
 
+from mpitrain.warm.process_state import READ_AT_IMPORT
+
 ROOT = Path(__file__).parents[2]
 KILL_AFTER_SECONDS = 10
 
@@ -66,6 +68,44 @@ def find(name: str) -> Mpi:
     )
 
 
+class ForkServers:
+    """Fork servers, one for each MPI, whose mpirun sets variables of its own."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._servers: dict[str, subprocess.Popen[str]] = {}
+
+    def variables(self, mpi: Mpi, others: Iterable[str]) -> dict[str, str]:
+        """Return what lets a job's ranks be forks; nothing where they cannot be."""
+        if any(map(READ_AT_IMPORT.match, others)):
+            return {}
+        path = self._folder / f"fork-server-{mpi.name}"
+        if mpi.name not in self._servers:
+            command = [str(mpi.mpirun), "-np", "1", *mpi.flags, sys.executable]
+            self._servers[mpi.name] = subprocess.Popen(
+                [*command, "-m", "mpitrain", "serve"],
+                env=environment(mpi, MPITRAIN_FORK_SERVER=str(path)),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                text=True,
+                start_new_session=True,
+            )
+            stdout = self._servers[mpi.name].stdout
+            assert stdout is not None
+            assert "ready" in stdout.readline()
+        return {"MPITRAIN_FORK_SERVER": str(path)}
+
+    def close(self) -> None:
+        for server in self._servers.values():
+            with suppress(ProcessLookupError):
+                os.killpg(server.pid, signal.SIGINT)
+            server.communicate()
+
+
+warm: ForkServers | None = None
+"""Set in a file whose jobs begin as forks: see the fixture `warm_starts`."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Done:
     """A job that has ended."""
@@ -97,6 +137,8 @@ def environment(mpi: Mpi | None = None, **more: str) -> dict[str, str]:
         kept["OMPI_ALLOW_RUN_AS_ROOT"] = kept["OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"] = "1"
     if mpi is not None and mpi.libmpi is not None:
         kept["MPI4PY_LIBMPI"] = str(mpi.libmpi)
+    if warm is not None and "MPITRAIN_FORK_SERVER" not in more:
+        kept |= warm.variables(mpi or find(MPIS[0]), more)
     return {**kept, **more}
 
 

@@ -159,7 +159,8 @@ class Job:
             words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
         except OSError:
             return False
-        return self.run_dir.name.encode() in words
+        # A warm rank has the words of its fork server.
+        return self.run_dir.name.encode() in words or b"serve" in words
 
     def end(self, seconds: float = 60) -> int:
         """Wait for its end, and for that of all its processes."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -11,6 +12,8 @@ from pathlib import Path
 import pytest
 from launcher import Mpi, find, slow
 from resume_jobs import FLAGS, NUM_STEPS, Runs, jobs_of, steps_of
+
+pytestmark = pytest.mark.usefixtures("warm_starts")
 
 CAN_GO_ON = 75
 LIMIT_SECONDS = 20
@@ -26,12 +29,6 @@ def runs(openmpi: Mpi, tmp_path_factory: pytest.TempPathFactory) -> Runs:
     done = made.run("plain", 2, "--checkpoint-every-epochs", "None")
     assert done.status == 0, done.out + done.err
     return made
-
-
-def test_writing_checkpoints_changes_no_bit(runs: Runs) -> None:
-    done = runs.run("often", 2, "--checkpoint-every-steps", "1")
-    assert done.status == 0, done.out + done.err
-    runs.assert_same_bits("often", "plain")
 
 
 @pytest.mark.slow
@@ -113,7 +110,7 @@ def test_it_stops_in_time_and_goes_on(how: str, mpi_name: str, runs: Runs) -> No
 
 def test_a_training_that_was_stopped_with_all_done_is_finished(runs: Runs) -> None:
     """Its signal came at the last step, or it was killed while it finished."""
-    assert runs.run("all-done", 2).status == 0
+    shutil.copytree(runs.dir("plain"), runs.dir("all-done"))
     file = runs.dir("all-done") / "result.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"status": "stopped"}))
     (runs.dir("all-done") / "model.pt").unlink()
@@ -148,8 +145,9 @@ def test_a_training_passes_through_2_3_and_1_ranks(
     expected = steps_of(tmp_path / "notes-plain", "*")
     assert len(expected) == NUM_STEPS
     for size, strategy in ((2, "ddp"), (3, "fsdp"), (1, "single")):
+        notes = tmp_path / "notes-cut"
+        began = len(jobs_of(notes)) if notes.exists() else 0
         job = runs.start("cut", size, "--strategy", strategy, STEP_SECONDS="0.1")
-        began = len(jobs_of(tmp_path / "notes-cut"))
         job.wait_until(
             lambda: (
                 len(jobs_of(tmp_path / "notes-cut")) > began  # noqa: B023

@@ -14,6 +14,8 @@ import pytest
 from launcher import Mpi, slow
 from resume_jobs import Runs
 
+pytestmark = pytest.mark.usefixtures("warm_starts")
+
 CAN_GO_ON = 75
 ALL = ("--checkpoint-every-steps", "6", "--keep-checkpoints", "None")
 
@@ -76,9 +78,11 @@ def test_another_training_of_that_name_is_refused(
 
 
 def test_never_and_anew(runs: Runs) -> None:
+    before = (runs.dir("plain") / "result.json").read_bytes()
     done = runs.run("plain", 2, "--resume", "never")
     assert done.status == 2
-    assert (done.out + done.err).count("run folder") == 1
+    assert (done.out + done.err).count("runs/plain exists") == 1
+    assert (runs.dir("plain") / "result.json").read_bytes() == before
     done = runs.run("plain", 2, "--new-run", "--lr", "0.1")
     assert done.status == 0, done.out + done.err
     assert (runs.dir("plain-2") / "model.pt").exists()
@@ -172,7 +176,7 @@ def test_a_checkpoint_of_another_run_is_not_taken(runs: Runs) -> None:
 
 
 def test_a_second_job_of_that_name_is_refused(runs: Runs) -> None:
-    job = runs.start("twice", 2, STEP_SECONDS="2")
+    job = runs.start("twice", 2, "--checkpoint-every-steps", "1", STEP_SECONDS="1")
     job.wait_for_checkpoint()
     # Its holder is stopped: it still holds it. And dead: it does not.
     for pid in job.ranks():
