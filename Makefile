@@ -56,7 +56,7 @@ test-4: MPI_TESTS = $(or $(ON_4),tests/mpi)
 
 test-%: $(VENV)/.test
 	timeout -k 10 1200 $(MPIRUN) -np $* --oversubscribe \
-	    $(BIN)/python -m mpi4py -m pytest --with-mpi -x -q $(MPI_TESTS)
+	    $(BIN)/python -m mpi4py -m pytest --with-mpi -x -q $(FEW) $(MPI_TESTS)
 
 # Torch's own tests of a CPU backend, on the mpi4py backend.
 test-torch: $(VENV)/.test

@@ -91,8 +91,8 @@ def of_kinds(
 
 def on_one_rank(
     config: mpitrain.TrainConfig, world: mpitrain.World
-) -> mpitrain.Trainer | mpitrain.Task | None:
-    return {0: build(config), 1: Smooth()}.get(world.rank)
+) -> mpitrain.Trainer | mpitrain.Task:
+    return Smooth() if world.rank else build(config)
 
 
 def nothing_on_one_rank(

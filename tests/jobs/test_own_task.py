@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import signal
 from pathlib import Path
 
 import logger_files
 import pytest
 import torch
 from example_files import own_task
-from launcher import ROOT, Mpi, mpirun, slow
-from resume_jobs import Runs
+from launcher import ROOT, Mpi, mpirun
+
+pytestmark = pytest.mark.usefixtures("warm_starts")
 
 TRAININGS = (
     *("language_model", "segmentation", "surrogate", "graphs", "imbalance"),
@@ -26,31 +25,6 @@ OWN = ("-m", "mpitrain", "--task", "own_tasks:build", "--device", "cpu")
 def of_example(name: str) -> tuple[str, ...]:
     module, _, function = name.partition(":")
     return "--task", f"examples.trainings.{module}:{function or 'build'}"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", TRAININGS)
-def test_an_example_is_cut_and_resumed_on_other_ranks(
-    openmpi: Mpi, name: str, tmp_path: Path
-) -> None:
-    flags = (
-        *of_example(name),
-        *("--precision", "fp64", "--checkpoint-every-steps", "1", "--device", "cpu"),
-        *("--log", "csv", "tensorboard", "--keep-checkpoints", "2"),
-    )
-    runs = Runs(mpi=openmpi, folder=tmp_path, flags=flags)
-    done = runs.run("whole", 1)
-    assert done.status == 0, done.out + done.err
-    job = runs.start("cut", 3)
-    job.wait_until(lambda: runs.newest("cut") >= 3)
-    os.kill(job.ranks()[1], signal.SIGKILL)
-    assert job.end() != 0
-    done = runs.run("cut", 2)
-    assert done.status == 0, done.out + done.err
-    assert runs.resumed_at("cut")
-    runs.assert_close("cut", "whole", 1e-9)
-    assert (runs.dir("cut") / "metrics.csv").exists()
-    assert runs.weights("cut").keys() == runs.weights("whole").keys()
 
 
 OBJECTIVES = {"detection": "max:map", "segmentation": "max:miou", "gan": "min:distance"}
@@ -122,27 +96,6 @@ def test_arguments_are_recorded_and_may_not_change_on_resume(
     assert "task.hidden_size: 5 -> 6" in done.err
     done = mpirun(openmpi, 1, "-m", "mpitrain", "report", "runs/a", cwd=tmp_path)
     assert done.status == 0, done.err
-
-
-@pytest.mark.parametrize(
-    ("function", "expected", "is_of_all"),
-    [
-        ("with_other_config", "another TrainConfig, which ignores the flags", True),
-        slow("with_recorder", "has a Recorder, and so has the command", True),
-        ("nothing", "returned int; expected a Trainer", True),
-        slow("on_one_rank", "a Trainer on rank 0, a Task on rank 1", True),
-        ("nothing_on_one_rank", "returned NoneType; expected a Trainer", False),
-        slow("fails_on_one", "] ArithmeticError: a fault of mine", False),
-    ],
-)
-def test_what_is_no_training_is_one_error(
-    openmpi: Mpi, function: str, expected: str, is_of_all: bool, tmp_path: Path
-) -> None:
-    words = ("-m", "mpitrain", "--task", f"own_tasks:{function}", "--device", "cpu")
-    done = mpirun(openmpi, 2, *words, cwd=tmp_path)
-    assert done.status != 0
-    assert done.err.count(expected) == 1, done.err
-    assert ("[rank 1" in done.err) is not is_of_all
 
 
 def test_an_import_that_trains_is_an_error_at_once(

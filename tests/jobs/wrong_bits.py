@@ -12,6 +12,7 @@ import os
 import random
 import sys
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -33,8 +34,8 @@ def flip(tensor: Tensor) -> None:
 class Fault(mpitrain.Callback):
     """Flips a bit on one rank, from a step on or once."""
 
-    def __init__(self, kind: str, place: str, step: int, *, is_once: bool) -> None:
-        self.kind, self.place, self.step, self.is_once = kind, place, step, is_once
+    def __init__(self, kind: str, place: str, step: int, flags: Sequence[str]) -> None:
+        self.kind, self.place, self.step, self.flags = kind, place, step, flags
         self.num_flipped = 0
 
     def on_fit_start(self, trainer: mpitrain.Trainer) -> None:
@@ -49,7 +50,7 @@ class Fault(mpitrain.Callback):
         is_here = self.place in (str(world.rank), world.hostname)
         is_due = kind == self.kind and is_here and step >= self.step
         self.num_flipped += is_due
-        return is_due and not (self.is_once and self.num_flipped > 1)
+        return is_due and not ("once" in self.flags and self.num_flipped > 1)
 
     def activation(self, module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
         del module, inputs
@@ -65,7 +66,7 @@ class Fault(mpitrain.Callback):
         return gradient
 
     def on_batch_start(self, trainer: mpitrain.Trainer, batch: Any) -> None:
-        if "noise" in sys.argv:  # random numbers of the micro-batch, on any rank
+        if "noise" in self.flags:  # random numbers of the micro-batch, on any rank
             batch.inputs = batch.inputs + torch.randn_like(batch.inputs)
         if self.is_due("batch"):
             flip(batch.inputs)
@@ -84,7 +85,16 @@ class Fault(mpitrain.Callback):
             flip(model[1].running_mean)
 
 
-def train(run_dir: str, kind: str, place: str, step: str, *flags: str) -> None:
+def train(
+    run_dir: str,
+    kind: str,
+    place: str,
+    step: str,
+    *flags: str,
+    every: int = EVERY,
+    world: mpitrain.World | None = None,
+) -> dict[str, Tensor]:
+    """Train; return the weights, on rank zero."""
     torch.manual_seed(0)
     data = torch.utils.data.TensorDataset(
         torch.randn(320, 10), torch.randint(3, (320,))
@@ -100,12 +110,15 @@ def train(run_dir: str, kind: str, place: str, step: str, *flags: str) -> None:
         bitwise="plain" not in flags,
         optimizer="adamw",
         ema_decay=0.9 if "ema" in flags else None,
-        verify_every=EVERY,
+        verify_every=every,
     )
-    fault = Fault(kind, place, int(step), is_once="once" in flags)
+    fault = Fault(kind, place, int(step), flags)
     callbacks = mpitrain.default_callbacks(run_dir, config, progress="none")
-    trainer = mpitrain.Trainer(model, data, data, config, callbacks=[*callbacks, fault])
+    trainer = mpitrain.Trainer(
+        model, data, data, config, world=world, callbacks=[*callbacks, fault]
+    )
     trainer.fit()
+    return trainer.state_dict()
 
 
 def check(rank: str) -> None:

@@ -7,17 +7,20 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import transports
+from sub_worlds import in_node_order, numbers
 
 import mpitrain
 from mpitrain.errors import UsageError
-from mpitrain.mpi.shared_arrays import communicator
+from mpitrain.launch.subworld import sub_world
+from mpitrain.mpi.collectives import barrier
+from mpitrain.mpi.shared_arrays import Communicator, communicator
 from mpitrain.mpi.world import World
 
 if TYPE_CHECKING:
@@ -80,12 +83,41 @@ def num_threads(world: World) -> Iterator[None]:
 
 
 @pytest.fixture
-def run_dir(world: World) -> Iterator[Path]:
-    """A folder that all ranks see."""
-    ranks = communicator(world)
+def ranks(world: World) -> Communicator:
+    """All of them, for objects of Python."""
+    return communicator(world)
+
+
+@pytest.fixture
+def run_dir(ranks: Communicator) -> Iterator[Path]:
+    """A folder that all ranks see, once it is made."""
     with tempfile.TemporaryDirectory() as made:
         yield Path(ranks.on_rank_zero(lambda: made, "make a folder")) / "run"
         ranks.allgather(None)
+
+
+@pytest.fixture
+def parts(job: mpitrain.Job) -> Iterator[Callable[[int, Callable[[World], Any]], Any]]:
+    """Runs something on the first ranks alone; the others wait."""
+    from mpitrain.launch.init import init_process_group
+    from mpitrain.torch_compat import destroy_process_group
+
+    destroy_process_group()
+
+    def run(num_ranks: int, action: Callable[[World], Any]) -> Any:
+        ranks, number = in_node_order(job.world)[:num_ranks], next(numbers)
+        found = None
+        if job.world.rank in ranks:
+            with sub_world(job, job.world, ranks, number, 60.0) as part:
+                found = action(part)
+        barrier(job.comm)
+        return found
+
+    yield run
+    import torch.distributed as dist
+
+    store = dist.PrefixStore(f"after/{next(numbers)}", job.store)
+    init_process_group(job, job.world, 60.0, store)
 
 
 @pytest.fixture

@@ -220,6 +220,13 @@ def test_evaluation_has_the_same_bits_as_on_one_rank(world: World) -> None:
     assert found.loss == math.fsum(sums) / 61
 
 
+def test_each_rank_needs_a_micro_batch(world: World) -> None:
+    if world.world_size > 2:
+        words = "into 2 micro-batches of 2, found . ranks(?s:.*)at most 2 ranks"
+        with pytest.raises(UsageError, match=words):
+            trained(world, **SETTINGS, global_batch_size=4)
+
+
 def test_data_of_unknown_size_are_refused(world: World) -> None:
     from test_trainer_data import Streamed
 

@@ -15,9 +15,8 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from launcher import slow
 from reference_training import History
-from test_parts import parts  # noqa: F401
-from test_saving import ranks, run_dir  # noqa: F401
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import Subset, TensorDataset, default_collate
@@ -281,11 +280,23 @@ def same(
             torch.testing.assert_close(mine, other, rtol=100 * rel, atol=0.1 * rel)
 
 
-SETTINGS: list[dict[str, Any]] = [{}, {"micro_batch_size": 2}, {"strategy": "fsdp"}]
+MICRO, FSDP = {"micro_batch_size": 2}, {"strategy": "fsdp"}
 
 
-@pytest.mark.parametrize("settings", SETTINGS, ids=str)
-@pytest.mark.parametrize("name", TRAININGS)
+def cases() -> list[Any]:
+    """All with all; slow: micro-batches where --bitwise is not refused, which has some,
+    and shards where the optimizer is none of the example's own.
+    """
+    kept = [(name, MICRO) for name, setting in REFUSED if setting in MICRO]
+    kept += [(name, FSDP) for name in ("finetuning", "gan", "contrastive", "stream")]
+    return [(name, {}) for name in TRAININGS] + [
+        (name, it) if (name, it) in kept else slow(name, it)
+        for name in TRAININGS
+        for it in (MICRO, FSDP)
+    ]
+
+
+@pytest.mark.parametrize(("name", "settings"), cases(), ids=str)
 def test_a_training_is_that_of_one_process(
     world: World, tmp_path: Path, name: str, settings: dict[str, Any]
 ) -> None:
@@ -312,13 +323,15 @@ class StopsAt(Callback):
             raise StopRequested("a test")
 
 
-@pytest.mark.parametrize("name", TRAININGS)
+WITH_OWN_STATE = "finetuning", "gan", "stream", "language_model"
+"""Optimizers and batches of their own, averages, epochs that are cut into steps."""
+
+
+@pytest.mark.parametrize(
+    "name", [it if it in WITH_OWN_STATE else slow(it) for it in TRAININGS]
+)
 def test_a_training_resumes_on_another_number_of_ranks(
-    world: World,
-    run_dir: Path,  # noqa: F811
-    tmp_path: Path,
-    parts: Any,  # noqa: F811
-    name: str,
+    world: World, run_dir: Path, tmp_path: Path, parts: Any, name: str
 ) -> None:
     def train(part: World, done: int, *more: Callback) -> None:
         history = History()
@@ -342,10 +355,7 @@ def test_a_training_resumes_on_another_number_of_ranks(
 
 @pytest.mark.parametrize("name", TRAININGS)
 def test_a_training_has_the_same_bits_on_any_number_of_ranks(
-    world: World,
-    tmp_path: Path,
-    parts: Any,  # noqa: F811
-    name: str,
+    world: World, tmp_path: Path, parts: Any, name: str
 ) -> None:
     def digest_on(part: World) -> str:
         history = History()

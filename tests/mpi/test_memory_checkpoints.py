@@ -26,18 +26,13 @@ from mpitrain.checkpoint.memory_restore import (
     moves_between,
 )
 from mpitrain.checkpoint.storage import CheckpointReader, TensorWriter, Written
-from mpitrain.mpi.shared_arrays import Communicator, communicator
+from mpitrain.mpi.shared_arrays import Communicator
 from mpitrain.mpi.topology import Node
 from mpitrain.mpi.world import World
 
 pytestmark = pytest.mark.mpi
 
 SHARED = {f"all/{i}": torch.full((i + 1, 500), 1.0 + i) for i in range(9)}
-
-
-@pytest.fixture
-def ranks(world: World) -> Communicator:
-    return communicator(world)
 
 
 @pytest.fixture(params=[1, 2, 3], ids=lambda it: f"{it}-on-a-node")

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from launcher import slow
 from reference_training import BATCH_SIZE, History, Net, Stops, some
 from torch import Tensor, nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -276,7 +277,7 @@ def frozen() -> Net:
 OTHER = Net()
 
 
-@pytest.mark.parametrize("settings", [DDP, FSDP], ids=str)
+@pytest.mark.parametrize("settings", [slow(DDP), FSDP], ids=str)
 @pytest.mark.parametrize(
     ("make", "model", "error"),
     [
@@ -381,8 +382,12 @@ def by_epoch(optimizer: Any, total_steps: int | None = None) -> Any:
 SCHEDULERS = [one_cycle, multi_step, plateau, sequential, by_epoch]
 
 
-@pytest.mark.parametrize("settings", [DDP, FSDP], ids=str)
-@pytest.mark.parametrize("scheduler", SCHEDULERS)
+@pytest.mark.parametrize(
+    ("scheduler", "settings"),
+    [(it, DDP) for it in SCHEDULERS]
+    + [(plateau, FSDP), (by_epoch, FSDP)]
+    + [slow(it, FSDP) for it in SCHEDULERS[:2] + SCHEDULERS[3:4]],
+)
 def test_a_scheduler_sets_the_rates_as_in_one_process(
     world: World, scheduler: Any, settings: dict[str, Any]
 ) -> None:
@@ -544,9 +549,11 @@ def clip(model: nn.Module, most: float) -> None:
         gradient.mul_(min(1.0, most / norm))
 
 
-@pytest.mark.parametrize("is_weighted", [False, True])
 @pytest.mark.parametrize(
-    "settings", [DDP, MICRO, FSDP, FSDP | MICRO, BITWISE, BITWISE | FSDP], ids=str
+    ("settings", "is_weighted"),
+    [(it, False) for it in (DDP, MICRO, FSDP, FSDP | MICRO, BITWISE)]
+    + [(it, True) for it in (FSDP | MICRO, BITWISE | FSDP)]
+    + [slow(it, True) for it in (DDP, MICRO, FSDP, BITWISE)],
 )
 def test_each_optimizer_has_a_pass_of_its_own(
     world: World, settings: dict[str, Any], is_weighted: bool
@@ -698,7 +705,7 @@ def test_a_step_that_takes_no_name_is_refused(world: World) -> None:
         (FSDP, {"task": Adversarial}),
     ],
 )
-@pytest.mark.parametrize("step", [2, 4])
+@pytest.mark.parametrize("step", [slow(2), 4])  # of three in an epoch
 def test_a_training_resumes_with_all_optimizers_and_schedulers(
     world: World, run_dir: Path, step: int, settings: Any, kinds: dict[str, Any]
 ) -> None:

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from test_saving import ranks, run_dir  # noqa: F401
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -213,10 +212,7 @@ def steps_of(folder: Path) -> list[float]:
 
 
 def test_a_gan_in_a_custom_loop_is_that_of_one_process(
-    world: World,
-    ranks: Communicator,  # noqa: F811
-    run_dir: Path,  # noqa: F811
-    capsys: pytest.CaptureFixture[str],
+    world: World, ranks: Communicator, run_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     losses, weights = by_hand()
     gan, _ = loop(world, run_dir / "a")
@@ -260,10 +256,7 @@ def test_losses_that_are_infinite_with_both_signs_end_no_loop(
 
 @pytest.mark.parametrize("stop_at", [3, 5])
 def test_a_custom_loop_resumes_exactly(
-    world: World,
-    ranks: Communicator,  # noqa: F811
-    run_dir: Path,  # noqa: F811
-    stop_at: int,
+    world: World, ranks: Communicator, run_dir: Path, stop_at: int
 ) -> None:
     losses, weights = by_hand()
     loop(world, run_dir / "a", stop_at)
@@ -287,9 +280,7 @@ def test_a_custom_loop_resumes_exactly(
 
 
 def test_what_is_there_is_restored_before_it_is_saved_over(
-    world: World,
-    ranks: Communicator,  # noqa: F811
-    run_dir: Path,  # noqa: F811
+    world: World, ranks: Communicator, run_dir: Path
 ) -> None:
     gan, _ = loop(world, run_dir / "a")
     again = Checkpointer(run_dir / "a")
@@ -333,9 +324,7 @@ class Cut(Callback):
 
 
 def test_a_schedule_that_became_shorter_resumes(
-    world: World,
-    ranks: Communicator,  # noqa: F811
-    run_dir: Path,  # noqa: F811
+    world: World, ranks: Communicator, run_dir: Path
 ) -> None:
     torch.manual_seed(0)
     data = TensorDataset(torch.randn(8, 2), torch.randn(8, 1))
@@ -368,7 +357,7 @@ class Stream(IterableDataset[Tensor]):
         return iter(torch.arange(7.0))
 
 
-def seen_by_all(loader: DataLoader, ranks: Communicator) -> list[list[float]]:  # noqa: F811
+def seen_by_all(loader: DataLoader, ranks: Communicator) -> list[list[float]]:
     """The samples of each global batch, by rank."""
     steps: list[list[float]] = [[]]
     for batch, weights in loader:
@@ -397,9 +386,7 @@ def seen_by_all(loader: DataLoader, ranks: Communicator) -> list[list[float]]:  
     ids=["tensor", "micro-batches", "pairs", "auto", "stream", "workers"],
 )
 def test_a_loader_yields_each_sample_once_and_resumes_at_a_step(
-    data: Any,
-    options: dict[str, Any],
-    ranks: Communicator,  # noqa: F811
+    data: Any, options: dict[str, Any], ranks: Communicator
 ) -> None:
     def make() -> DataLoader:
         return DataLoader(data, 3, shuffle=False, **options)
@@ -420,9 +407,7 @@ def test_a_loader_yields_each_sample_once_and_resumes_at_a_step(
 
 
 def test_what_does_not_fit_is_refused_by_name_on_all_ranks(
-    world: World,
-    ranks: Communicator,  # noqa: F811
-    run_dir: Path,  # noqa: F811
+    world: World, ranks: Communicator, run_dir: Path
 ) -> None:
     with pytest.raises(UsageError, match="micro_batch_size is 0; expected 1 or more"):
         DataLoader(torch.arange(7.0), 3, micro_batch_size=0)
@@ -460,10 +445,7 @@ def test_what_does_not_fit_is_refused_by_name_on_all_ranks(
 
 @pytest.mark.parametrize("kind", ["fsdp", "zero"])
 def test_sharded_states_come_back_by_name(
-    kind: str,
-    world: World,
-    ranks: Communicator,  # noqa: F811
-    run_dir: Path,  # noqa: F811
+    kind: str, world: World, ranks: Communicator, run_dir: Path
 ) -> None:
     def make() -> tuple[Any, Any]:
         torch.manual_seed(world.world_size)
@@ -506,9 +488,7 @@ def test_sharded_states_come_back_by_name(
 
 
 def test_a_sharded_model_takes_the_state_of_a_fused_optimizer(
-    world: World,
-    ranks: Communicator,  # noqa: F811
-    run_dir: Path,  # noqa: F811
+    world: World, ranks: Communicator, run_dir: Path
 ) -> None:
     """A fused kernel does not take its weights, so the flag is not loaded."""
     one, other = mlp(4, 3), mlp(4, 3)
@@ -534,10 +514,7 @@ def test_a_sharded_model_takes_the_state_of_a_fused_optimizer(
 
 
 def test_a_checkpoint_of_an_older_version_is_restored(
-    world: World,
-    ranks: Communicator,  # noqa: F811
-    run_dir: Path,  # noqa: F811
-    monkeypatch: pytest.MonkeyPatch,
+    world: World, ranks: Communicator, run_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = mlp(4, 3)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)

@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from test_saving import ranks, run_dir  # noqa: F401
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR
@@ -124,7 +123,7 @@ def test_the_optimizers_of_the_page(world: World) -> None:
     assert {*gan.fit().values} == {"loss"}
 
 
-def test_the_loop_of_the_page(world: World, run_dir: Path) -> None:  # noqa: F811
+def test_the_loop_of_the_page(world: World, run_dir: Path) -> None:
     found = names_of(
         "howto/own-loops.md",
         world,

@@ -3,50 +3,22 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import time
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from reference_training import by_hand, same, trained
+from sub_worlds import in_node_order, numbers
 
 import mpitrain
-from mpitrain.launch.init import init_process_group
 from mpitrain.launch.subworld import sub_world
 from mpitrain.mpi.collectives import barrier, world_comm
 from mpitrain.mpi.shared_arrays import communicator
 from mpitrain.mpi.world import World
-from mpitrain.torch_compat import destroy_process_group
 
 pytestmark = pytest.mark.mpi
-
-_numbers = itertools.count()  # of sub-worlds in this session, equal on all ranks
-
-
-def in_node_order(world: World) -> list[int]:
-    return [rank for node in world.nodes for rank in node.ranks]
-
-
-@pytest.fixture
-def parts(job: mpitrain.Job) -> Iterator[Callable[[int, Callable[[World], Any]], Any]]:
-    """Runs something on the first ranks alone; the others wait."""
-    destroy_process_group()
-
-    def run(num_ranks: int, action: Callable[[World], Any]) -> Any:
-        ranks, number = in_node_order(job.world)[:num_ranks], next(_numbers)
-        found = None
-        if job.world.rank in ranks:
-            with sub_world(job, job.world, ranks, number, 60.0) as part:
-                found = action(part)
-        barrier(job.comm)
-        return found
-
-    yield run
-    store = dist.PrefixStore(f"after/{next(_numbers)}", job.store)
-    init_process_group(job, job.world, 60.0, store)
 
 
 def test_any_part_trains_as_all_ranks_do(parts: Any, world: World) -> None:
@@ -110,7 +82,7 @@ def test_a_wait_for_a_rank_that_does_not_come_can_be_cancelled(
     size = world.world_size
     if size > 1:
         with contextlib.suppress(InterruptedError):
-            ranks, number = in_node_order(world), next(_numbers)
+            ranks, number = in_node_order(world), next(numbers)
             with sub_world(job, world, ranks, number, 60.0) as part:
                 if part.rank < part.world_size - 1:
                     with pytest.raises(InterruptedError):

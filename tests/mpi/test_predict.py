@@ -11,7 +11,6 @@ import pytest
 import torch
 from reference_training import History
 from test_own_loops import Stream
-from test_saving import ranks, run_dir  # noqa: F401
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
@@ -85,10 +84,7 @@ def by_hand(trainer: Trainer, inputs: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("num", [1, 37, 70])
 def test_predictions_are_of_each_sample_once_in_order(
-    num: int,
-    world: World,
-    ranks: Communicator,  # noqa: F811
-    trainer: Trainer,
+    num: int, world: World, ranks: Communicator, trainer: Trainer
 ) -> None:
     data = samples(num)
     expected = by_hand(trainer, data.tensors[0])
@@ -111,10 +107,7 @@ def test_predictions_are_of_each_sample_once_in_order(
         assert torch.allclose(torch.stack(its), expected, rtol=1e-9, atol=1e-12)
 
 
-def test_a_run_records_its_predictions(
-    world: World,
-    run_dir: Path,  # noqa: F811
-) -> None:
+def test_a_run_records_its_predictions(world: World, run_dir: Path) -> None:
     trainer = trainer_of(world, callbacks=[Recorder(run_dir)])
     trainer.fit()
     trainer.predict(samples(7))
@@ -267,10 +260,7 @@ def test_a_sample_that_is_skipped_has_no_outputs(
 
 
 def test_a_training_needs_no_validation_data(
-    world: World,
-    ranks: Communicator,  # noqa: F811
-    run_dir: Path,  # noqa: F811
-    capsys: pytest.CaptureFixture[str],
+    world: World, ranks: Communicator, run_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     history, folder = History(), run_dir / "a"
     callbacks = [history, EpochLines(), Recorder(folder), Checkpointer(folder)]
@@ -297,9 +287,7 @@ def test_a_training_needs_no_validation_data(
 
 
 def test_sets_of_validation_data_have_their_names(
-    world: World,
-    ranks: Communicator,  # noqa: F811
-    run_dir: Path,  # noqa: F811
+    world: World, ranks: Communicator, run_dir: Path
 ) -> None:
     sets = {"era5": samples(13), "stations": samples(1)}
     alone = [trainer_of(world, it) for it in sets.values()]

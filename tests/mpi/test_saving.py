@@ -25,7 +25,7 @@ from mpitrain.checkpoint.preemption import PreemptionHandler
 from mpitrain.checkpoint.resume import check, newest_complete
 from mpitrain.checkpoint.storage import CheckpointReader
 from mpitrain.errors import DataError, UsageError
-from mpitrain.mpi.shared_arrays import Communicator, communicator
+from mpitrain.mpi.shared_arrays import Communicator
 from mpitrain.mpi.world import World
 from mpitrain.record.run_dir import read_result
 from mpitrain.tools.diff import DiffConfig, diff
@@ -35,11 +35,6 @@ from mpitrain.train.metrics import TrainState
 from mpitrain.train.trainer import Trainer
 
 NUM = 12
-
-
-@pytest.fixture
-def ranks(world: World) -> Communicator:
-    return communicator(world)
 
 
 @pytest.fixture
@@ -310,6 +305,14 @@ def test_a_run_begins_with_no_checkpoint_beyond_its_epochs(
     with pytest.raises(UsageError, match=r"after epoch 3.* 2 epochs"):
         other.fit()
     with_checkpoints(world, run_dir / "longer", epochs=4, resume=resume).fit()
+
+
+def test_a_run_is_not_resumed_with_another_configuration(
+    world: World, run_dir: Path
+) -> None:
+    with_checkpoints(world, run_dir / "run", epochs=1).fit()
+    with pytest.raises(UsageError, match=r"another configuration: lr: 0\.05 -> 0\.02"):
+        with_checkpoints(world, run_dir / "run", epochs=1, lr=0.02).fit()
 
 
 def test_a_dry_run_of_a_script_leaves_no_checkpoint(
