@@ -15,7 +15,15 @@ from data_files import idx_bytes
 from export_jobs import export
 from launcher import Mpi, mpirun
 
-pytestmark = pytest.mark.xdist_group("export")  # a fixture that trains, once
+from mpitrain.checkpoint.format import BrokenCheckpoint
+from mpitrain.errors import DataError, UsageError
+from mpitrain.tools.export import ExportConfig
+from mpitrain.tools.export import export as write_model
+
+pytestmark = [
+    pytest.mark.xdist_group("export"),  # a fixture that trains, once
+    pytest.mark.usefixtures("warm_starts"),
+]
 
 FLAGS = ("--epochs", "2", "--ema-decay", "0.9", "--device", "cpu")
 
@@ -30,26 +38,24 @@ def folder(openmpi: Mpi, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
-@pytest.mark.slow
 def test_a_state_dict_is_the_model_that_was_judged(folder: Path) -> None:
-    done = export(folder, "runs/a", "out.pt")
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("out.pt: state_dict of 25,730 numbers in 8 tensors")
+    run, out, plain = folder / "runs/a", folder / "out.pt", folder / "plain.pt"
+    said = write_model(ExportConfig(run=run, output=out))
+    assert said.startswith(f"{out}: state_dict of 25,730 numbers in 8 tensors")
     found, expected = (
-        torch.load(folder / name, weights_only=True)
-        for name in ("out.pt", "runs/a/model.pt")
+        torch.load(file, weights_only=True) for file in (out, run / "model.pt")
     )
     assert list(found) == list(expected)
     for name, tensor in expected.items():
         assert torch.equal(found[name], tensor), name
-    plain = export(folder, "runs/a", "plain.pt", "--no-average", "--best")
-    assert plain.returncode == 0
-    weights = torch.load(folder / "plain.pt", weights_only=True)
+    write_model(ExportConfig(run=run, output=plain, average=False, best=True))
+    weights = torch.load(plain, weights_only=True)
     assert not torch.equal(weights[name], tensor)
 
 
 def test_it_is_weights_for_another_training(folder: Path, openmpi: Mpi) -> None:
-    assert export(folder, "runs/a", "w.safetensors", "--format", "safetensors")
+    file = folder / "w.safetensors"
+    write_model(ExportConfig(run=folder / "runs/a", output=file, format="safetensors"))
     words = ("-m", "mpitrain", "--weights", "w.safetensors", "--dry-run")
     done = mpirun(openmpi, 1, *words, "--name", "b", cwd=folder)
     assert done.status == 0, done.out + done.err
@@ -58,8 +64,8 @@ def test_it_is_weights_for_another_training(folder: Path, openmpi: Mpi) -> None:
 
 @pytest.mark.parametrize("kind", ["torchscript", "exported-program"])
 def test_a_program_computes_what_the_model_does(kind: str, folder: Path) -> None:
-    done = export(folder, "runs/a", "program.pt2", "--format", kind)
-    assert done.returncode == 0, done.stderr
+    file = folder / "program.pt2"
+    write_model(ExportConfig(run=folder / "runs/a", output=file, format=kind))  # type: ignore[arg-type]
     from mpitrain.models.build import build_model
 
     model = build_model("convnet", num_classes=10, in_channels=1, image_size=8, seed=1)
@@ -68,46 +74,47 @@ def test_a_program_computes_what_the_model_does(kind: str, folder: Path) -> None
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")
         if kind == "torchscript":
-            program = torch.jit.load(folder / "program.pt2")
+            program = torch.jit.load(file)
         else:
-            program = torch.export.load(folder / "program.pt2").module()
+            program = torch.export.load(file).module()
         assert torch.allclose(program(inputs), model.eval()(inputs), atol=1e-6)
 
 
-def test_a_broken_checkpoint_is_told_and_the_one_before_taken(folder: Path) -> None:
-    newest = max((folder / "runs/a/checkpoints").glob("step-*"))
+def test_a_broken_checkpoint_is_told_and_the_one_before_taken(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(folder)
+    *older, newest = sorted(Path("runs/a/checkpoints").glob("step-*"))
     file = newest / "rank-1.bin"
     whole = file.read_bytes()
     try:
         os.truncate(file, len(whole) - 1)
-        done = export(folder, "runs/a", "older.pt")
-        told = f"warning: checkpoint {newest} is broken: rank-1.bin"
-        assert told in done.stdout
-        assert done.returncode == (0 if len(list(newest.parent.iterdir())) > 1 else 2)
-        done = export(folder, str(newest.relative_to(folder)), "none.pt")
-        assert done.returncode == 1
-        assert "rank-1.bin has other bytes" in done.stderr
-        assert not (folder / "none.pt").exists()
+        config = ExportConfig(run=Path("runs/a"), output=Path("older.pt"))
+        assert str(older[-1]) in write_model(config)
+        told = f"warning: checkpoint {newest.absolute()} is broken: rank-1.bin"
+        assert told in capsys.readouterr().out
+        with pytest.raises(BrokenCheckpoint, match=r"rank-1.bin has other bytes"):
+            write_model(ExportConfig(run=newest, output=Path("none.pt")))
+        assert not Path("none.pt").exists()
     finally:
         file.write_bytes(whole)
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("run", "output", "told"),
     [
-        (("nowhere", "x.pt"), "nowhere is no checkpoint"),
-        (("runs", "x.pt"), "runs is no checkpoint"),
-        (("runs/a", "runs"), "runs cannot be written"),
-        (("runs/a", "nowhere/x.pt"), "cannot be written"),
+        ("nowhere", "x.pt", "nowhere is no checkpoint"),
+        ("runs", "x.pt", "runs is no checkpoint"),
+        ("runs/a", "runs", "runs cannot be written"),
+        ("runs/a", "nowhere/x.pt", "cannot be written"),
     ],
 )
 def test_what_cannot_be_done_is_told(
-    words: tuple[str, ...], told: str, folder: Path
+    run: str, output: str, told: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    done = export(folder, *words)
-    assert done.returncode in (1, 2)
-    assert told in done.stderr
-    assert "Traceback" not in done.stderr
+    monkeypatch.chdir(folder)
+    with pytest.raises((UsageError, DataError), match=told):
+        write_model(ExportConfig(run=Path(run), output=Path(output)))
 
 
 @pytest.fixture(scope="module")
@@ -167,6 +174,8 @@ def test_what_is_exported_gives_the_accuracy_of_the_run_in_plain_torch(
 
 def test_a_normalization_has_no_place_among_weights(folder: Path, bright: Path) -> None:
     for place, kind in ((bright, "state_dict"), (folder, "torchscript")):
-        done = export(place, "runs/a", "x", "--normalize", "--format", kind)
-        assert done.returncode == 2
-        assert "--normalize: found" in done.stderr
+        config = ExportConfig(
+            run=place / "runs/a", output=place / "x", normalize=True, format=kind
+        )
+        with pytest.raises(UsageError, match="--normalize: found"):
+            write_model(config)

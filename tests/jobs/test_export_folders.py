@@ -16,12 +16,16 @@ from launcher import Mpi, mpirun, slow
 from safetensors import safe_open
 from torch import Tensor, nn
 
+from mpitrain.errors import UsageError
 from mpitrain.models.build import build_and_load, build_model
 from mpitrain.models.weight_files import read_state
 from mpitrain.models.weights import load_state
+from mpitrain.tools.export import ExportConfig
+from mpitrain.tools.export import export as write_model
 
 pytestmark = [
     pytest.mark.xdist_group("export-folders"),
+    pytest.mark.usefixtures("warm_starts"),
     pytest.mark.filterwarnings("ignore"),  # theirs
 ]
 
@@ -83,18 +87,12 @@ def folder(openmpi: Mpi, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
-def exported(folder: Path, *words: str) -> Path:
-    done = export(folder, *words)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith(f"{words[1]}: {words[3]} of ")
+def exported(folder: Path, run: str, name: str, kind: str, **more: Any) -> Path:
+    out = folder / name
+    config = ExportConfig(run=folder / run, output=out, format=kind, **more)  # type: ignore[arg-type]
+    assert write_model(config).startswith(f"{out}: {kind} of ")
     assert not list(folder.glob(".*"))
-    return folder / words[1]
-
-
-def exported_state(folder: Path, run: str) -> dict[str, Tensor]:
-    assert export(folder, run, "state.pt").returncode == 0
-    state: dict[str, Tensor] = torch.load(folder / "state.pt", weights_only=True)
-    return state
+    return out
 
 
 def logits(model: Any) -> Tensor:
@@ -110,15 +108,15 @@ def trained(folder: Path) -> dict[str, Tensor]:
     return state
 
 
-@pytest.mark.parametrize("max_shard_gb", [None, "0.00001"])
+@pytest.mark.parametrize("max_shard_gb", [None, 0.00001])
 def test_transformers_builds_the_model_from_the_folder(
-    max_shard_gb: str | None, folder: Path
+    max_shard_gb: float | None, folder: Path
 ) -> None:
     import transformers
 
-    words = ("--max-shard-gb", max_shard_gb) if max_shard_gb else ()
-    out = f"hf-{max_shard_gb}"
-    out = exported(folder, "runs/bert", out, "--format", "huggingface", *words)
+    more = {"max_shard_gb": max_shard_gb} if max_shard_gb else {}
+    name = f"hf-{max_shard_gb}"
+    out = exported(folder, "runs/bert", name, "huggingface", **more)
     model, info = transformers.AutoModelForMaskedLM.from_pretrained(
         out, output_loading_info=True
     )
@@ -154,7 +152,7 @@ def test_transformers_builds_the_model_from_the_folder(
 def test_timm_builds_the_model_from_the_folder(folder: Path) -> None:
     import timm
 
-    out = exported(folder, "runs/vit", "timm", "--format", "huggingface")
+    out = exported(folder, "runs/vit", "timm", "huggingface")
     model = timm.create_model(f"local-dir:{out}", pretrained=True)
     sizes: dict[str, Any] = {"num_classes": 10, "in_channels": 1, "image_size": 32}
     source = build_model("timm:test_vit", seed=5, **sizes)
@@ -176,28 +174,30 @@ def test_timm_builds_the_model_from_the_folder(folder: Path) -> None:
     assert named == inputs["classes"]
 
 
-@pytest.mark.slow
 def test_a_model_of_a_custom_loop_has_its_config_too(folder: Path) -> None:
     import transformers
 
-    out = exported(folder, "runs/loop", "gpt", "--format", "huggingface")
+    out, file = exported(folder, "runs/loop", "gpt", "huggingface"), folder / "state.pt"
     model = transformers.AutoModelForCausalLM.from_pretrained(out)
-    state = dict(exported_state(folder, "runs/loop"))
+    write_model(ExportConfig(run=folder / "runs/loop", output=file))
+    state = torch.load(file, weights_only=True)
     for name, tensor in model.state_dict().items():
         assert torch.equal(tensor, state[name]), name
     assert (out / "generation_config.json").exists()
 
 
 def test_a_model_without_a_config_names_the_other_formats(folder: Path) -> None:
-    done = export(folder, "runs/own", "x", "--format", "huggingface")
-    assert done.returncode == 2
-    assert "--format huggingface: the checkpoint has no config" in done.stderr
-    assert "--format safetensors or dcp" in done.stderr
+    config = ExportConfig(
+        run=folder / "runs/own", output=folder / "x", format="huggingface"
+    )
+    words = "the checkpoint has no config.*--format safetensors or dcp"
+    with pytest.raises(UsageError, match=f"(?s)--format huggingface: {words}"):
+        write_model(config)
     assert not list(folder.glob("*x*"))
 
 
 def test_torch_loads_the_folder_of_dcp(folder: Path) -> None:
-    out = exported(folder, "runs/own", "dcp", "--format", "dcp")
+    out = exported(folder, "runs/own", "dcp", "dcp")
     model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8)).double()
     expected = {name: it.clone() for name, it in model.state_dict().items()}
     state = model.state_dict()
@@ -208,7 +208,7 @@ def test_torch_loads_the_folder_of_dcp(folder: Path) -> None:
     for name, tensor in ours.state_dict().items():
         assert torch.equal(tensor, state[name]), name
     # Tied weights have all names here: torch asks for them.
-    out = exported(folder, "runs/bert", "bert-dcp", "--format", "dcp")
+    out = exported(folder, "runs/bert", "bert-dcp", "dcp")
     found = {name: torch.zeros_like(it) for name, it in trained(folder).items()}
     dcp.load(found, checkpoint_id=out, no_dist=True)
     for name, tensor in trained(folder).items():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 from launcher import Mpi, environment, mpirun, slow
+
+from mpitrain.errors import UsageError
+from mpitrain.tools.replay.config import ReplayConfig, read_request
+
+pytestmark = pytest.mark.usefixtures("warm_starts")
 
 HERE = Path(__file__).parent
 SCRIPT = str(HERE / "replayed.py")
@@ -126,30 +132,43 @@ def test_one_sample_and_the_debugger(good: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "expected"),
+    ("run", "flags", "words", "expected"),
     [
-        slow(["runs/good"], "expected --step N, or --until nan"),
-        slow(["runs/none", "--step", "1"], "runs/none is no run of a training"),
-        (["runs/good", "--step", "4"], "runs/good is of a script. Type:"),
+        ("runs/good", {}, [], "expected --step N, or --until nan"),
+        ("runs/none", {"step": 1}, [], "runs/none is no run of a training"),
+        ("runs/good", {"step": 4}, [], "runs/good is of a script. Type:"),
         (
-            ["runs/good", "--step", "9", "--from", "5", *AGAIN, "runs/good"],
+            *("runs/good", {"step": 9, "from_step": 5}, ["run", SCRIPT]),
             "has no checkpoint of step 5",
-        ),
-        slow(
-            ["runs/good", "--step", "99", *AGAIN, "runs/good"],
-            "--step 99: the training has 20 steps",
-        ),
-        (
-            ["runs/good", "--step", "1", "--sample", "999", *AGAIN, "runs/good"],
-            "sample 999 is not in step 1",
         ),
     ],
 )
-def test_what_cannot_be_replayed_is_said(
-    words: list[str], expected: str, good: Path
+def test_what_cannot_be_replayed_is_said_before_the_start(
+    run: str,
+    flags: dict[str, int],
+    words: list[str],
+    expected: str,
+    good: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(good)
+    with pytest.raises(UsageError, match=re.escape(expected)):
+        read_request(ReplayConfig(run=Path(run), **flags), words)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        slow(["--step", "99"], "--step 99: the training has 20 steps"),
+        (["--step", "1", "--sample", "999"], "sample 999 is not in step 1"),
+    ],
+)
+def test_what_the_script_does_not_have_is_said(
+    flags: list[str], expected: str, good: Path
 ) -> None:
     before = content_of(good / "runs")
-    status, said = mpitrain("replay", *words, cwd=good)
+    words = ("replay", "runs/good", *flags, *AGAIN, "runs/good")
+    status, said = mpitrain(*words, cwd=good)
     assert expected in said
     assert status in (1, 2) or "sample 999" in expected
     assert "Traceback" not in said, said
