@@ -274,17 +274,14 @@ if child:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("nothing.py",), "'nothing.py' cannot be read as a script"),
         (("wrong.py",), "'wrong.py' is no Python"),
         (("-m", "nothing.tool"), "-m nothing.tool: there is no such module"),
-        (("--no-python", "nothing"), "--no-python nothing: expected a program"),
-        (("--devise", "cpu", "wrong.py"), "--devise"),
-        ((), "nothing to run is named"),
     ],
 )
 def test_what_cannot_run_is_told_once(
     openmpi: Mpi, words: tuple, said: str, tmp_path: Path
 ) -> None:
+    """Before the start, and after the imports; tests/unit has the other messages."""
     (tmp_path / "wrong.py").write_text("x = = 1\n")
     done = run(openmpi, 2, *words, cwd=tmp_path)
     assert done.status == 2

@@ -241,6 +241,14 @@ def test_version_answers_with_status_0(capsys: pytest.CaptureFixture[str]) -> No
     assert capsys.readouterr().out.startswith("mpitrain ")
 
 
+def test_with_bitwise_nothing_that_changes_bits_is_free() -> None:
+    with pytest.raises(UsageError, match="--bitwise does not go with --sync-batchnorm"):
+        TrainConfig(bitwise=True, compile=True, sync_batchnorm=True)
+    of_bits = {"micro_batch_size", "tf32"}
+    assert of_bits <= TrainConfig().may_change
+    assert not of_bits & TrainConfig(bitwise=True).may_change
+
+
 def test_settings_without_effect_are_named() -> None:
     assert TrainConfig().without_effect() == []
     config = TrainConfig(

@@ -180,6 +180,8 @@ def test_a_program_is_found_as_a_shell_does(tmp_path: Path) -> None:
     plain.touch()
     with pytest.raises(UsageError, match="chmod"):
         find_program(str(plain), {"PATH": "/bin"})
+    with pytest.raises(UsageError, match="--no-python nothing: expected a program"):
+        find_program("nothing", {"PATH": "/bin"})
 
 
 @pytest.mark.parametrize(
