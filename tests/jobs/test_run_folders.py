@@ -176,7 +176,8 @@ def test_a_checkpoint_of_another_run_is_not_taken(runs: Runs) -> None:
 
 
 def test_a_second_job_of_that_name_is_refused(runs: Runs) -> None:
-    job = runs.start("twice", 2, "--checkpoint-every-steps", "1", STEP_SECONDS="1")
+    # Cold: what holds the folder is stopped, and killed.
+    job = runs.start("twice", 2, STEP_SECONDS="2", MPITRAIN_FORK_SERVER="none")
     job.wait_for_checkpoint()
     # Its holder is stopped: it still holds it. And dead: it does not.
     for pid in job.ranks():
