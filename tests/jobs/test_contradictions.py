@@ -62,23 +62,18 @@ def test_open_mpis_library_under_mpichs_mpirun_is_refused_once(tmp_path: Path) -
     assert said(done, "suspicious MPI execution environment") == 0
 
 
-@pytest.mark.parametrize(
-    ("package", "version"), [("torch", "2.0.0"), ("mpi4py", "3.9")]
-)
-def test_another_version_on_one_rank_is_named(
-    mpi: Mpi, package: str, version: str, tmp_path: Path
-) -> None:
+def test_another_version_on_one_rank_is_named(mpi: Mpi, tmp_path: Path) -> None:
     """As on a node whose PATH leads to an older environment."""
-    older = tmp_path / "older" / f"{package}-{version}.dist-info"
+    older = tmp_path / "older" / "torch-2.0.0.dist-info"
     older.mkdir(parents=True)
     (older / "METADATA").write_text(
-        f"Metadata-Version: 2.1\nName: {package}\nVersion: {version}\n"
+        "Metadata-Version: 2.1\nName: torch\nVersion: 2.0.0\n"
     )
     before = f"import sys\nif last: sys.path.insert(0, {str(older.parent)!r})"
     done = mpirun(mpi, 3, script(tmp_path, before), cwd=tmp_path)
     assert done.status == 1
     assert said(done, "TopologyError: the ranks do not run the same software") == 1
-    assert said(done, f"{version} on ") == 1
+    assert said(done, "2.0.0 on ") == 1
     assert "(rank 2)" in done.err
     assert "(ranks 0-1)" in done.err
     assert "trained" not in done.out
@@ -91,22 +86,14 @@ def test_another_version_of_ours_is_named(openmpi: Mpi, tmp_path: Path) -> None:
     assert said(done, "mpitrain: ") == said(done, "0.0.9 on ") == 1
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        ("device='cuda' if last else 'cpu'", "device: 'cpu' on ranks 0-1; 'cuda' on"),
-        ("timeout_seconds=60.0 + last", "timeout_seconds: 60.0 on ranks 0-1; 61.0 on"),
-        ("interface='ib0' if last else None", "interface: None on ranks 0-1; 'ib0' on"),
-    ],
-)
 def test_ranks_that_ask_for_different_things_are_named(
-    openmpi: Mpi, arguments: str, words: str, tmp_path: Path
+    openmpi: Mpi, tmp_path: Path
 ) -> None:
-    call = f"mpitrain.init({arguments})"
+    call = "mpitrain.init(device='cuda' if last else 'cpu')"
     done = mpirun(openmpi, 3, script(tmp_path, "", call), cwd=tmp_path)
     assert done.status == 1
     assert said(done, "TopologyError: the ranks ask for different things") == 1
-    assert said(done, words) == 1
+    assert said(done, "device: 'cpu' on ranks 0-1; 'cuda' on") == 1
 
 
 def test_an_argument_that_is_wrong_on_one_rank_ends_all(

@@ -7,11 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.nn.functional as F
-from custom import Normed
 from launcher import Mpi, mpirun
-
-from mpitrain.tasks.image_classification.datasets.named import InMemory, digits
 
 
 @pytest.mark.slow
@@ -37,29 +33,3 @@ def test_weights_that_take_no_part_do_not_spoil_the_others(
         assert (tmp_path / f"notes-{size - 1}").read_text() == "written"
     assert losses[2] == pytest.approx(losses[1], rel=1e-9)
     assert losses[3] == pytest.approx(losses[1], rel=1e-9)
-
-
-def test_what_is_evaluated_is_the_model_that_is_saved(
-    openmpi: Mpi, tmp_path: Path
-) -> None:
-    done = mpirun(
-        openmpi,
-        2,
-        *("-m", "mpitrain", "--name", "r", "--model", "custom:Normed"),
-        *("--precision", "fp64", "--epochs", "2"),
-        cwd=tmp_path,
-    )
-    assert done.status == 0, done.err
-    assert "find_unused_parameters" not in done.out + done.err  # a warning of DDP's
-    result = json.loads((tmp_path / "runs/r/result.json").read_text())
-    model = Normed(num_classes=10, in_channels=1, image_size=8).double()
-    model.load_state_dict(torch.load(tmp_path / "runs/r/model.pt", weights_only=True))
-    model.eval()
-    samples = digits().val
-    assert isinstance(samples, InMemory)
-    with torch.no_grad():
-        scores = model(samples.inputs.double())
-    loss = F.cross_entropy(scores, samples.targets).item()
-    assert result["val_loss"] == pytest.approx(loss, rel=1e-9)
-    correct = (scores.argmax(1) == samples.targets).sum().item()
-    assert result["val_accuracy"] == correct / 360
