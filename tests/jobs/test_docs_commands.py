@@ -27,6 +27,8 @@ import torch
 from example_files import own_task, own_training, write_all, write_folder
 from launcher import ROOT, environment, slow
 
+pytestmark = pytest.mark.usefixtures("warm_starts")
+
 PAGES = (
     ROOT / "README.md",
     ROOT / "CONTRIBUTING.md",
@@ -194,7 +196,7 @@ def run(command: str, home: Path) -> Ran:
     done = subprocess.run(
         ["timeout", "-k", "10", "150", "bash", "-c", command],
         cwd=home,
-        env=environment(TORCH_HOME=str(home / "torch"), **variables),
+        env=environment(XDG_CACHE_HOME=str(home), **variables),  # its torch/
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
