@@ -281,17 +281,16 @@ def on_one_core(
 
 @under_one
 def test_the_death_of_each_process_ends_the_others(mpi: Mpi, tmp_path: Path) -> None:
-    for victim in ("fork", "proxy", "server"):
-        (folder := tmp_path / victim).mkdir()
-        with (
-            fork_server(mpi, folder),
-            staying_job(mpi, folder) as (job, forks, proxies),
-        ):
-            server = server_pid(folder)
-            pid = {"fork": forks[1], "proxy": proxies[1], "server": server}[victim]
-            os.kill(pid, signal.SIGKILL)
-            wait_until_gone([*forks, *proxies])
-            assert job.wait(30) != 0
+    with fork_server(mpi, tmp_path):
+        server = server_pid(tmp_path)
+        for victim in ("fork", "proxy", "server"):
+            with staying_job(mpi, tmp_path) as (job, forks, proxies):
+                pid = {"fork": forks[1], "proxy": proxies[1], "server": server}[victim]
+                os.kill(pid, signal.SIGKILL)
+                wait_until_gone([*forks, *proxies])
+                assert job.wait(30) != 0
+            for file in tmp_path.glob("pids-*"):
+                file.unlink()
 
 
 @under_two
