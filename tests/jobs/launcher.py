@@ -83,7 +83,8 @@ class ForkServers:
         if mpi.name not in self._servers:
             command = [str(mpi.mpirun), "-np", "1", *mpi.flags, sys.executable]
             self._servers[mpi.name] = subprocess.Popen(
-                [*command, "-m", "mpitrain", "serve"],
+                # It ends by itself where the tests were killed.
+                [*command, "-m", "mpitrain", "serve", "--idle-minutes", "20"],
                 env=environment(mpi, MPITRAIN_FORK_SERVER=str(path)),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
