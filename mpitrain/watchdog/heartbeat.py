@@ -11,8 +11,9 @@ from enum import IntEnum
 from typing import NamedTuple
 
 _LAYOUT = struct.Struct("=ddqq96s")  # time, limit, step, state, phase
-_STATE = struct.Struct("=q")
-_STATE_OFFSET = struct.calcsize("=ddq")
+_PROGRESS, _STATE, _PHASE = map(struct.Struct, ("=ddq", "=q", "=96s"))
+_STATE_OFFSET = _PROGRESS.size
+_PHASE_OFFSET = _STATE_OFFSET + _STATE.size
 
 
 class State(IntEnum):
@@ -49,10 +50,9 @@ class Heartbeat:
 
     def beat(self, phase: str, step: int = -1, limit_seconds: float = 0.0) -> None:
         """Record progress; `phase` is what comes next, and may take `limit_seconds`."""
-        # Kept as it is: `set_state` may be called by another thread.
-        state = _STATE.unpack_from(self._memory, _STATE_OFFSET)[0]
-        fields = (self._now(), limit_seconds, step, state, phase.encode()[:96])
-        _LAYOUT.pack_into(self._memory, 0, *fields)
+        # Not the state, which another thread may be setting: FAILING would be lost.
+        _PROGRESS.pack_into(self._memory, 0, self._now(), limit_seconds, step)
+        _PHASE.pack_into(self._memory, _PHASE_OFFSET, phase.encode()[:96])
 
     def set_state(self, state: State) -> None:
         """Record the rank's state; its position stays."""
