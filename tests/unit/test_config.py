@@ -84,6 +84,7 @@ def test_a_mistake_in_the_file_names_the_file(
         ("--no-epochs 3", "unknown flag --no-epochs. Did you mean '--epochs'?"),
         ("--lr=", "--lr: found '', expected a number."),
         ("--lr -1e-3", "--lr must be at least 0, found -0.001"),
+        ("--name ../x", "--name '../x' cannot be the name of a folder"),
         ("--tf32=1", "unexpected '1'."),
         ("--tf32=", "unexpected ''."),
         ("--lr 0.1 foo bar", "unexpected 'foo' after '--lr 0.1'."),
