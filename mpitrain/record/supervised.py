@@ -41,7 +41,14 @@ class OpenedRun:
 def opened_run(environ: Mapping[str, str], *, before: bool = False) -> OpenedRun | None:
     """Return the run folder that this start, or one before, has opened last."""
     found = _read(environ, "before" if before else "run")
-    return OpenedRun(**found | {"run_dir": Path(found["run_dir"])}) if found else None
+    if "run_dir" not in found:
+        return None
+    # By name: the ranks may be of another version of mpitrain than `supervise`.
+    return OpenedRun(
+        run_dir=Path(found["run_dir"]),
+        result_time=found["result_time"],
+        has_resumed=found.get("has_resumed", False),
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
