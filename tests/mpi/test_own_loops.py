@@ -241,8 +241,7 @@ def test_a_gan_in_a_custom_loop_is_that_of_one_process(
 
 
 def test_losses_that_are_infinite_with_both_signs_end_no_loop(
-    world: World,
-    run_dir: Path,  # noqa: F811
+    world: World, run_dir: Path
 ) -> None:
     recorder = Recorder(run_dir)
     of_rank = math.inf if world.is_rank_zero else -math.inf

@@ -127,7 +127,7 @@ def test_an_epoch_may_be_left_in_its_middle(num_batches: int) -> None:
         assert torch.equal(one.inputs, other.inputs)
 
 
-# Torch raises in a handler of SIGCHLD: in a `__del__`, perhaps, where Python ignores it.
+# Torch raises in a handler of SIGCHLD; in a `__del__`, perhaps, where it is ignored.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("method", ["fork", "forkserver"])
 def test_a_worker_that_is_killed_while_the_number_changes_is_an_error(
