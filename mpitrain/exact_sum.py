@@ -1,4 +1,4 @@
-"""A sum that does not depend on the order of its numbers, such as that of the ranks."""
+"""A sum that does not depend on the order of its numbers, unless it is too large."""
 
 from __future__ import annotations
 

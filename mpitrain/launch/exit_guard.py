@@ -87,7 +87,7 @@ class ExitGuard:
         self._claim, self._note = claim, note
         self._rank, self._size = comm.rank, comm.size  # after MPI_Finalize, too
         self._label = rank_label(comm.rank, comm.size, socket.gethostname())
-        self._failed = False
+        self._failed_in: int | None = None  # the thread that failed first
         self._is_reported = False  # the watchdog has said why the job ends
         self._pid = os.getpid()
 
@@ -110,15 +110,16 @@ class ExitGuard:
             flush()
             # Not through MPI_Finalize: MPI is its parent's.
             os._exit(exit_status(error))
-        if self._failed:
+        if self._failed_in is not None:
             if self._size > 1:
-                # Another thread is ending the job. Were this one, the main thread, to
-                # return, Python's end would stop that one, and the others would wait.
-                with contextlib.suppress(KeyboardInterrupt):
-                    time.sleep(_OTHER_THREAD_SECONDS)
+                # Were the main thread to return while another one ends the job, the end
+                # of Python would stop that one, and the other ranks would wait.
+                if self._failed_in != threading.get_ident():
+                    with contextlib.suppress(BaseException):
+                        time.sleep(_OTHER_THREAD_SECONDS)
                 self._abort(self.status)
             return  # an outer guard sees the same error
-        self._failed = True
+        self._failed_in = threading.get_ident()
         self.on_leave.clear()  # also where a world of one continues
         self.status = status = exit_status(error) or 1
         if self._size > 1:

@@ -142,7 +142,7 @@ def finish_mpi(status: int) -> NoReturn:
     mpi = sys.modules.get("mpi4py.MPI")
     if mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized():
         mpi.Finalize()
-    gc.unfreeze()  # get_objects leaves out what is frozen, such as by `run_command`
+    gc.unfreeze()  # get_objects leaves out what is frozen, as `tools/command` does
     for found in gc.get_objects():
         if issubclass(type(found), _FILE):
             with contextlib.suppress(Exception):  # closed, or read only

@@ -92,7 +92,7 @@ def _load(name: str, weights: str | None) -> nn.Module:
         entry,
         source="local" if folder else "github",
         trust_repo=True,
-        skip_validation=True,  # which asks GitHub's API, on every rank
+        skip_validation=True,  # the validation asks GitHub, on every rank
         verbose=False,
     )
     try:

@@ -12,5 +12,5 @@
     logs/rank-N.log         `run_dir`, on each rank
     restarts.jsonl          `supervised`, in `supervise`
 
-What a training writes while it runs goes through `background`: no disk holds it up.
+Lines (``*.jsonl``, logs) go through `background`: no disk holds a training up.
 """

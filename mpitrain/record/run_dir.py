@@ -130,5 +130,6 @@ def progress_of(path: Path) -> dict[str, int]:
                 if row["event"] in ("step", "epoch"):
                     found["steps"] = int(row["step"])
                     # The line of the last epoch may be far before these.
-                    found["epochs"] = int(row["epoch"]) - (row["event"] == "step")
+                    epochs = int(row["epoch"]) - (row["event"] == "step")
+                    found["epochs"] = max(0, epochs)  # a loop may count from 0
     return found

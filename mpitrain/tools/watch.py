@@ -204,7 +204,7 @@ class View:
             if status == "failed":
                 return f"failed: {result.get('error')}"
             return f"{result.get('stopped')}; {resume} from there"
-        # ``None``: a file system without locks, where nobody can tell.
+        # ``None``: nobody can tell, as on a file system without locks.
         if held is not False:
             self._gone_since = None
             return None

@@ -158,8 +158,8 @@ class Hooks(dict[str, list[Callable[..., None]]]):
             for name, found in self.items():
                 if getattr(type(callback), name) is not getattr(Callback, name):
                     found.append(getattr(callback, name))
-        # `Checkpointer` runs last, so here first: the others hear `on_checkpoint` of
-        # its last one before they close their files.
+        # `Checkpointer` runs last, so here first: in `on_stop` the others hear
+        # `on_checkpoint` of its last one before they close their files.
         for name in ("on_fit_end", "on_stop", "on_exception"):
             self[name].reverse()
 

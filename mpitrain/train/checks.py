@@ -55,7 +55,7 @@ def warn_of_values(values: Mapping[str, Any], warned: set[Any]) -> Mapping[str, 
     Those that are one number for a batch, and those of places, such as tokens, whose
     number varies: most often with the padding, which has no weight of 0.
     """
-    # ``warned`` has names that were warned of, and pairs of those and shapes seen.
+    # ``warned`` has names that were warned of, and pairs of a name and a shape seen.
     for name, it in values.items():
         if getattr(it, "ndim", 0) > 1 and (name, it.shape[1:]) not in warned:
             varies = any(type(key) is tuple and key[0] == name for key in warned)

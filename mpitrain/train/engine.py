@@ -406,12 +406,14 @@ class Engine:
         on_batch_end: Callable[[], object] = lambda: None,
     ) -> Evaluation:
         """Evaluate the model on the validation data; on each set of them, if named."""
-        found = {
-            name: self.evaluate(loader, validation_step, on_batch_end)
-            for name, loader in self.data.val_loaders.items()
-        }
-        if self._is_closed:  # `fit` has ended: workers that began now would stay
-            self.data.close()
+        try:
+            found = {
+                name: self.evaluate(loader, validation_step, on_batch_end)
+                for name, loader in self.data.val_loaders.items()
+            }
+        finally:
+            if self._is_closed:  # `fit` has ended: workers that began now would stay
+                self.data.close()
         return join_evaluations(found)
 
     def predict(self, data: Any, write: Writer | None) -> tuple[list[Any] | None, int]:

@@ -241,11 +241,15 @@ def spread_inputs(
     ((), {'ids': 1, 'mask': 2})
     >>> spread_inputs(Model(), ({"tokens": 1},), {})
     (({'tokens': 1},), {})
+    >>> spread_inputs(Model(), ({("user", "item"): 1},), {})  # as of graphs
+    (({('user', 'item'): 1},), {})
     """
     if len(args) != 1 or kwargs or not isinstance(args[0], Mapping):
         return args, kwargs
     parameters, given = inspect.signature(model.forward).parameters, dict(args[0])
     # Also where arguments are missing: then forward's own error names them. Or it
     # takes any: forward(ids, **kwargs), PEFT's wrappers.
-    is_by_name = given.keys() <= parameters.keys() or takes(model.forward, **given)
+    is_by_name = given.keys() <= parameters.keys() or (
+        all(isinstance(name, str) for name in given) and takes(model.forward, **given)
+    )
     return ((), given) if is_by_name else (args, kwargs)

@@ -3,15 +3,17 @@
 A step has one, or one for each of several optimizers by name. What communicates in it,
 on every rank in this order::
 
+    strategy.begin_pass       DDP sends rank zero's weights (in the first one)
     strategy.begin_step       rank zero's buffers are sent (if it is overridden)
     verification              copies of weights are compared (--verify-every)
     each micro-batch
         engine.check_losses   names of losses are compared (in a stage's first one)
-        backward              gradients are reduced (in the last one; ddp, fsdp)
+        forward, backward     weights are gathered (fsdp)
+        backward              gradients are reduced (in the last one, or in each)
     verification              micro-batches are computed again and compared
     strategy.reduce_gradients they are reduced, or checked (if it is overridden)
     _weight_factor            weights are added up (if the losses have some)
-    optimizer.end_pass        the norm of shards is computed (fsdp)
+    optimizer.end_pass        the norm of shards, or weights are sent (fsdp, ZeRO)
     check_loss_buffers        buffers of the loss are compared (once, if it has some)
     handle_nonfinite          the losses are named (if the norm is not finite)
 

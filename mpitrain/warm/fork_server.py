@@ -56,7 +56,7 @@ MODULES = (
 MORE_MODULES = ("torchvision",)
 """What many of them import; it takes as long again, since it imports torch._dynamo."""
 
-REQUEST_SECONDS = 5.0  # how long a proxy may take to send its request, or its files
+REQUEST_SECONDS = 5.0  # how long it waits for a part of a request, or for files
 LOCK_SECONDS = 3.0  # for a server that is about to end
 RENEWAL_SECONDS = 1.0  # until all ranks of a start have been told
 MAX_REASON = 200  # characters of values in a message

@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 from mpitrain.console import HELP_FLAGS
 from mpitrain.files import make_private_folder
 from mpitrain.launch.env_checks import forget_parent, launched_rank, was_launched
+from mpitrain.schedulers.signals import had_term
 from mpitrain.warm.process_state import ProcessState, identity
 from mpitrain.warm.protocol import (
     GO,
@@ -121,9 +122,6 @@ def _stand_for(
     launchers = launchers_of(os.getpid())
 
     def pass_on(number: int, _: object) -> None:
-        # Imported at the signal: no start waits for it.
-        from mpitrain.schedulers.signals import had_term
-
         # Where the scheduler signals the fork, too, it would get TERM twice.
         if number != signal.SIGTERM or not had_term(pid, launchers, os.environ):
             with suppress(ProcessLookupError):

@@ -50,9 +50,10 @@ class Heartbeat:
 
     def beat(self, phase: str, step: int = -1, limit_seconds: float = 0.0) -> None:
         """Record progress; `phase` is what comes next, and may take `limit_seconds`."""
-        # Not the state, which another thread may be setting: FAILING would be lost.
-        _PROGRESS.pack_into(self._memory, 0, self._now(), limit_seconds, step)
+        # Not the state, which another thread may be setting: FAILING would be lost. The
+        # phase first: a new limit must not stand beside the phase before.
         _PHASE.pack_into(self._memory, _PHASE_OFFSET, phase.encode()[:96])
+        _PROGRESS.pack_into(self._memory, 0, self._now(), limit_seconds, step)
 
     def set_state(self, state: State) -> None:
         """Record the rank's state; its position stays."""

@@ -80,9 +80,10 @@ class ForkServers:
         if any(map(READ_AT_IMPORT.match, others)):
             return {}
         path = self._folder / f"fork-server-{mpi.name}"
-        if mpi.name not in self._servers:
+        server = self._servers.get(mpi.name)
+        if server is None or server.poll() is not None:
             command = [str(mpi.mpirun), "-np", "1", *mpi.flags, sys.executable]
-            self._servers[mpi.name] = subprocess.Popen(
+            server = subprocess.Popen(
                 # It ends by itself where the tests were killed.
                 [*command, "-m", "mpitrain", "serve", "--idle-minutes", "20"],
                 env=environment(mpi, MPITRAIN_FORK_SERVER=str(path)),
@@ -91,16 +92,19 @@ class ForkServers:
                 text=True,
                 start_new_session=True,
             )
-            stdout = self._servers[mpi.name].stdout
-            assert stdout is not None
-            assert "ready" in stdout.readline()
+            assert server.stdout is not None
+            assert "ready" in server.stdout.readline()
+            self._servers[mpi.name] = server
         return {"MPITRAIN_FORK_SERVER": str(path)}
 
     def close(self) -> None:
         for server in self._servers.values():
-            with suppress(ProcessLookupError):
-                os.killpg(server.pid, signal.SIGINT)
-            server.communicate()
+            for number in (signal.SIGINT, signal.SIGKILL):
+                with suppress(ProcessLookupError):
+                    os.killpg(server.pid, number)
+                with suppress(subprocess.TimeoutExpired):
+                    server.communicate(timeout=30)
+                    break
 
 
 warm: ForkServers | None = None
@@ -132,6 +136,7 @@ def environment(mpi: Mpi | None = None, **more: str) -> dict[str, str]:
     Nor TORCHINDUCTOR_CACHE_DIR, which torch.export sets in a process that tests share.
     """
     others = ("OMPI_", "PMIX", "PMI_", "PRTE_", "OMP_", "MPI4PY", "TORCHINDUCTOR")
+    others += ("TORCH_HOME",)
     kept = {k: value for k, value in os.environ.items() if not k.startswith(others)}
     kept["PYTHONPATH"] = f"{Path(__file__).parent}:{ROOT}"
     if os.geteuid() == 0:

@@ -389,7 +389,8 @@ def test_it_sees_itself_as_python_would_show_it(
         [sys.executable, *words], cwd=tmp_path, env=environment(RANK="0"), check=True
     )
     (plain,) = found(tmp_path, 1)
-    done = run(openmpi, 1, *words, cwd=tmp_path)
+    cold = {"MPITRAIN_FORK_SERVER": "none"}
+    done = run(openmpi, 1, *words, cwd=tmp_path, **cold)
     assert done.status == 0, done.err
     (ours,) = found(tmp_path, 1)
     assert ours["main"]

@@ -553,7 +553,8 @@ def clip(model: nn.Module, most: float) -> None:
     ("settings", "is_weighted"),
     [(it, False) for it in (DDP, MICRO, FSDP, FSDP | MICRO, BITWISE)]
     + [(it, True) for it in (FSDP | MICRO, BITWISE | FSDP)]
-    + [slow(it, True) for it in (DDP, MICRO, FSDP, BITWISE)],
+    + [slow(it, True) for it in (DDP, MICRO, FSDP, BITWISE)]
+    + [slow(BITWISE | FSDP, False)],
 )
 def test_each_optimizer_has_a_pass_of_its_own(
     world: World, settings: dict[str, Any], is_weighted: bool

@@ -249,8 +249,11 @@ def test_losses_that_are_infinite_with_both_signs_end_no_loop(
     assert math.isnan(means["loss"]) or world.world_size == 1
     for step, loss in ((2, math.inf), (3, -math.inf)):
         recorder.log(step, loss=loss)
-    recorder.log(3, val_score=1.0)  # the epoch's mean is of all three
+    recorder.log(3, val_score=1.0)
     recorder.finish()
+    if world.is_rank_zero:
+        (epoch,) = Run(run_dir).metrics.epochs
+        assert math.isnan(epoch.train_loss)
 
 
 @pytest.mark.parametrize("stop_at", [3, 5])

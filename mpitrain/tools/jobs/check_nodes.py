@@ -111,10 +111,11 @@ def judge(
 def short_name(host: str) -> str:
     """Return a host's name without its domain, and an address as it is.
 
-    >>> short_name("n1.example.org"), short_name("10.0.0.1")
-    ('n1', '10.0.0.1')
+    >>> short_name("n1.example.org"), short_name("10.0.0.1"), short_name("me@10.0.0.1")
+    ('n1', '10.0.0.1', 'me@10.0.0.1')
     """
-    return host if re.fullmatch(r"[\d.]+", host) else host.partition(".")[0]
+    is_address = re.fullmatch(r"([^@]*@)?[\d.]+|.*:.*", host)
+    return host if is_address else host.partition(".")[0]
 
 
 def _start(

@@ -75,7 +75,7 @@ MAX_STOP_SECONDS = 105.0  # how long the ranks may take to stop
 BAD_HOST = re.compile(
     r"\[rank \d+/\d+ (\S+)\] (its host is lost|.*this rank computes wrongly)"
 )
-# Rank zero writes its error before it reports it, which may take 6 s (`ExitGuard`).
+# Rank zero writes its error before it reports it, which takes seconds (`ExitGuard`).
 LINGER_SECONDS = 8.0  # how long mpirun may take to end after its ranks
 INTERRUPT_SECONDS = 3.0  # how long mpirun may take to end after Ctrl-C
 MODULE = "-m mpitrain"

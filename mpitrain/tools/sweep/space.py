@@ -314,9 +314,9 @@ def _probabilities(name: str, found: Any, num: int) -> Sequence[float]:
 
 
 def _whole(value: Any) -> int:
-    if (number := int(value)) != float(value):
+    if isinstance(value, float) and not value.is_integer():
         raise ValueError  # `int` would cut it in silence
-    return number
+    return int(value)
 
 
 def _number(value: Value) -> Value:

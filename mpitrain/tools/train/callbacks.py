@@ -72,7 +72,7 @@ def default_callbacks(
     values: dict[str, Any] = {
         k: tuple(v) if type(v) is list else v for k, v in settings.items()
     }
-    # They have an effect then: the check of the trainer names none as ignored.
+    # With a config, `SETTINGS` have an effect: `Trainer` names none of them as ignored.
     used, run_dir = SETTINGS if config else (), Path(run_dir)
     if not run_dir.name:
         raise UsageError(f"run_dir {str(run_dir)!r}: expected one such as runs/mine")

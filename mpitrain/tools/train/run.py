@@ -137,7 +137,7 @@ def build_trainer(
         test_data=data.test,
         mean_std=None if task else data.statistics,
         num_classes=None if task else data.num_classes,
-        # DDP raises for weights without a gradient; the named models have none.
+        # DDP raises for weights without a gradient; no named model has such.
         find_unused_parameters=is_reference(config.model) or task is not None,
     )
     trainer.uses_whole_config = True
