@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import numpy as np
@@ -32,7 +31,7 @@ from torch.utils.data import (
 from mpitrain.data.loader import Batch
 from mpitrain.data.map_style import MapStyle
 from mpitrain.data.sharding import Indices, epoch_order
-from mpitrain.data.worker_pool import WorkerPool
+from mpitrain.data.worker_tuner import Reading, WorkerTuner
 from mpitrain.errors import DataError, UsageError
 from mpitrain.mpi.world import World
 from mpitrain.tasks.image_classification.datasets.named import InMemory
@@ -81,38 +80,35 @@ def test_a_stream_trains_like_a_set_in_its_order(
     assert found == pytest.approx(again, rel=1e-9)
 
 
-class Slow(Dataset[Any]):
-    """Digits with noise, from files that are waited for."""
+class WithNoise(Dataset[Any]):
+    """Digits, each with noise of its own."""
 
     def __init__(self) -> None:
         self.data = some(NUM_SAMPLES)
 
     def __len__(self) -> int:
-        return 4 * NUM_SAMPLES
+        return 2 * NUM_SAMPLES
 
     def __getitem__(self, index: int) -> Any:
-        time.sleep(0.01)
         image, label = self.data[index % NUM_SAMPLES]
         return image + torch.rand(image.shape), label
 
 
-class Readings(Callback):
-    """Keeps the numbers of workers that there were."""
-
-    def __init__(self) -> None:
-        self.seen: list[int] = []
-
-    def on_step_end(self, trainer: Any) -> None:
-        loader = trainer.engine.data.train._loader
-        if isinstance(loader, WorkerPool):
-            self.seen.append(loader.tuner.reading.num_workers)
-
-
 @pytest.mark.parametrize("skip", [False, True])
 def test_a_number_of_workers_that_changes_changes_no_bit(
-    world: World, skip: bool
+    world: World, monkeypatch: pytest.MonkeyPatch, skip: bool
 ) -> None:
-    states, readings = {}, Readings()
+    numbers, seen = (1, 3, 0, 2, 2, 1), list[int]()
+
+    def change(tuner: WorkerTuner, *_: Any) -> bool:
+        """Each step another number, on each rank: the search's depend on the clock."""
+        number = numbers[(len(seen) + world.rank) % len(numbers)]
+        seen.append(number)
+        tuner.reading = Reading(number, 1 + len(seen) % 2)
+        return True
+
+    monkeypatch.setattr(WorkerTuner, "add", change)
+    states = {}
     for num_workers in ("auto", 0, 3):
         config = config_of(
             num_workers=num_workers,
@@ -120,11 +116,10 @@ def test_a_number_of_workers_that_changes_changes_no_bit(
             micro_batch_size=3,
             epochs=1,
         )
-        trainer = Trainer(Net(), Slow(), some(29, "val"), config, world=world)
-        trainer.callbacks.append(readings)
+        trainer = Trainer(Net(), WithNoise(), some(29, "val"), config, world=world)
         trainer.fit()
         states[num_workers] = trainer.engine.full_state_dict()
-    assert len(set(readings.seen)) > 1, readings.seen
+    assert {*seen} == {*numbers}
     if world.is_rank_zero:
         for name, value in states[0].items():
             assert torch.equal(states["auto"][name], value)
