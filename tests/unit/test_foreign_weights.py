@@ -287,7 +287,7 @@ assert all(float(it.weight.mean()) == i for i, it in enumerate(model))
 
 @pytest.mark.parametrize("kind", ["safetensors", "dcp", "pt"])
 def test_weights_go_into_the_model_one_by_one(kind: str, tmp_path: Path) -> None:
-    """400 MB into a model of 400 MB, with a quarter of that on top."""
+    """400 MB into a model of 400 MB, with less than half of that on top."""
     folder = tmp_path / "a"
     folder.mkdir()
     try:
@@ -312,7 +312,8 @@ def test_weights_go_into_the_model_one_by_one(kind: str, tmp_path: Path) -> None
         shutil.rmtree(folder)
     peak, anonymous = map(float, done.stdout.split())
     # What torch has mapped of a file counts as resident until the system wants it back.
-    assert (anonymous if kind == "pt" else peak) < 100
+    # Mostly it is two to eight tensors of 12.5 MB; as the memory is given back, more.
+    assert (anonymous if kind == "pt" else peak) < 200
 
 
 def test_another_program_s_checkpoint_is_not_resumed_from(tmp_path: Path) -> None:
