@@ -16,6 +16,7 @@ from mpitrain.tools.fetch import FetchConfig
 from mpitrain.tools.jobs.hostfile import HostfileConfig
 from mpitrain.tools.jobs.jobscript import JobscriptConfig
 from mpitrain.tools.jobs.supervisor import SuperviseConfig
+from mpitrain.tools.new.new import NewConfig
 from mpitrain.tools.replay.config import ReplayConfig
 from mpitrain.tools.report.report import ReportConfig
 from mpitrain.tools.sweep.config import SweepConfig
@@ -40,13 +41,16 @@ COMMANDS: dict[str, Any] = {
     "replay": ReplayConfig,
     "export": ExportConfig,
     "fetch": FetchConfig,
+    "new": NewConfig,
 }
 
 HEAD = """# Flags
 
 `make flags` writes this page from the configuration. `--config FILE.yaml` reads the
 flags of a training, or of `run`, from a file with the same names; flags on the command
-line take precedence. `--no-random-flip` undoes `--random-flip`, and so on.
+line take precedence. `--no-random-flip` undoes `--random-flip`, and so on. `--help`
+shows the common flags of a training, `--help-all` all of them. `--version` shows the
+version, and `sweep --best NAME` the command of the best trial.
 """
 
 
