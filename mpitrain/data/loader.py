@@ -69,7 +69,7 @@ class BatchLoader:
     """Loads this rank's batches of a data set; each has at least ``min_rows`` rows.
 
     Floating-point targets are converted to ``dtype``, if there is one; inputs are
-    transformed.
+    transformed. With ``joins_batches`` several of a set in memory are prepared at once.
     `skipped` has a text for each sample that this rank could not read, and of an
     iterable data set `samples_per_shard` the number that it read; the caller clears
     them. `places` are the last ones in each shard of a stream that knows its place.
@@ -83,6 +83,7 @@ class BatchLoader:
         *,
         dtype: torch.dtype | None,
         min_rows: int = 1,
+        joins_batches: bool = True,
     ) -> None:
         self.samples = samples
         self.skipped: list[str] = []
@@ -91,7 +92,7 @@ class BatchLoader:
         self.places: dict[int, StreamPlace] = {}
         self._world = world
         self._transform, self._dtype = transform, dtype
-        self._min_rows = min_rows
+        self._min_rows, self._joins_batches = min_rows, joins_batches
         self._examples: dict[int, LoadedBatch] = {}  # by number of rows
         # Counts travel through host memory; where NCCL alone carries, through the GPU.
         in_host_memory = world.device == "cpu" or "cpu:" in world.backend
@@ -113,8 +114,10 @@ class BatchLoader:
             return
         steps = rank_shard.steps()
         # What a task's transform made of tensors, such as a dict, is not cut by rows.
-        if isinstance(self.samples, InMemory) and isinstance(
-            self._example(1).inputs, Tensor
+        if (
+            isinstance(self.samples, InMemory)
+            and self._joins_batches
+            and isinstance(self._example(1).inputs, Tensor)
         ):
             # A group may span steps: it is asked for before its first step is yielded.
             steps, ahead = itertools.tee(steps)

@@ -102,6 +102,9 @@ class TrainData:
             functools.partial(self._transform, is_training=is_training),
             dtype=self._task.dtype,
             min_rows=self.min_rows if is_training else 1,
+            # A batch within a larger tensor has another address on another number of
+            # ranks, and small products of MKL round by it.
+            joins_batches=not self._strategy.micro_batches_are_fixed,
         )
 
     def _transform(
