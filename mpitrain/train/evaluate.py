@@ -173,7 +173,7 @@ def evaluate(
     ``begin_batch`` gets the number of each batch, before it is evaluated.
     """
     kind: Any = {"dtype": torch.float64, "device": device}
-    names: tuple[str, ...] = ()
+    names: tuple[str, ...] | None = None  # of this rank's batches, once it had one
     numbers: list[int] = []  # of the batches with samples on this rank
     rows: list[Tensor] = []  # their sums of each metric, of weights, and their sizes
     num_batches = 0
@@ -188,7 +188,7 @@ def evaluate(
             except BadRow as bad:
                 raise bad.named(batch.indices) from None
             if num := len(batch):
-                names = names or tuple(values)
+                names = tuple(values) if names is None else names
                 if values.keys() != set(names):
                     raise DataError(
                         f"metrics returned {', '.join(values)}, and {', '.join(names)} "
@@ -211,9 +211,10 @@ def evaluate(
     if not num_batches:
         error = DataError("none of the samples to validate by could be read")
         raise error.on_all_ranks()
-    known = next(filter(None, ranks.allgather(names)), ())  # a rank may have none
+    # A rank may have had no batch.
+    known = next((it for it in ranks.allgather(names) if it is not None), ())
     # Before the all-reduce: with other names ranks would send other lengths, and wait.
-    seen = f"({', '.join(names or known)})"
+    seen = f"({', '.join(known if names is None else names)})"
     ranks.check_equal(seen, "what metrics returned", "Expected the same names")
     refuse_names(known)
     whole = torch.zeros((num_batches, 2 * len(known) + 1), **kind)
