@@ -63,6 +63,17 @@ def knows_best(names: Collection[str], best_by: str | None) -> bool:
     return bool(best_by) or any(name.endswith(KINDS) for name in names)
 
 
+def known_name(name: str, names: Collection[str]) -> str:
+    """Return how a validation names a metric, ``val_loss`` being one's ``loss``.
+
+    >>> known_name("val_loss", ["loss"]), known_name("val_loss", ["val_loss"])
+    ('loss', 'val_loss')
+    """
+    without = name.removeprefix("val_")
+    # A set named val, or a step that returns "val_loss", has the prefix by itself.
+    return name if name in names and without not in names else without
+
+
 def best_metric(names: Collection[str], best_by: str | None) -> tuple[str, bool]:
     """Return the metric by which the best epoch is chosen, and if lower is better.
 
@@ -74,6 +85,8 @@ def best_metric(names: Collection[str], best_by: str | None) -> tuple[str, bool]
     (('miou', False), ('loss', True))
     >>> best_metric(["a_loss", "b_loss"], None), best_metric(["mae"], "val_mae")
     (('a_loss', True), ('mae', True))
+    >>> best_metric(["val_loss"], None), best_metric(["val_loss"], "val_loss")
+    (('val_loss', True), ('val_loss', True))
     >>> best_metric(["east_MSE"], "east_MSE"), best_metric(["amse"], "amse")
     (('east_MSE', True), ('amse', False))
     """
@@ -82,7 +95,7 @@ def best_metric(names: Collection[str], best_by: str | None) -> tuple[str, bool]
     default = next(iter([*found, *names]), "loss")
     # From the right: a name may have a colon, a mode has none.
     mode, _, name = (best_by or default).rpartition(":")
-    name = name.removeprefix("val_")
+    name = known_name(name, names)
     is_lower = LOWER_IS_BETTER.search(name.lower()) is not None
     return name, mode == "min" or (not mode and is_lower)
 

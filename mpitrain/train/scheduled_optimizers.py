@@ -15,6 +15,7 @@ from mpitrain.data.randomness import own_random_state, random_state, seed_all
 from mpitrain.errors import UsageError
 from mpitrain.torch_compat import has_step_hooks
 from mpitrain.train.checks import shown_names, takes
+from mpitrain.train.metrics import known_name
 
 
 @dataclass(kw_only=True)
@@ -113,7 +114,7 @@ class ScheduledOptimizer:
         """Step the scheduler, if there is one, by its metric, if it has one."""
         if self.scheduler is None:
             return
-        name = (self.monitor or "").removeprefix("val_")
+        name = known_name(self.monitor or "", metrics)
         if name and name not in metrics:
             raise UsageError(
                 f"a scheduler monitors {self.monitor!r}, which the validation does not "

@@ -16,8 +16,11 @@ from torch import Tensor
 from torch.utils.data import IterableDataset, TensorDataset
 
 from mpitrain.data.sharding import evaluation_batch_size
+from mpitrain.errors import DataError
 from mpitrain.mpi.collectives import world_comm
 from mpitrain.mpi.world import World
+from mpitrain.tasks.task import Task
+from mpitrain.train.early_stopping import EarlyStopping
 from mpitrain.train.trainer import Trainer
 
 pytestmark = pytest.mark.mpi
@@ -172,3 +175,46 @@ def test_scalars_are_warned_of_once(
         for message, name in zip(found, names, strict=False):
             assert message.startswith(f"{name} is a scalar")
             assert 'reduction="none"' in message
+
+
+def test_metrics_that_one_rank_lacks_are_refused(world: World) -> None:
+    """Each of its batches has none: it has no sums to add to those of the others."""
+
+    class Lacks(Task):
+        def training_step(self, model: Any, batch: Any) -> Tensor:
+            return model(batch.inputs).mean(1)
+
+        def validation_step(self, model: Any, batch: Any) -> dict[str, Tensor]:
+            outputs = model(batch.inputs)
+            return {} if world.rank == 1 else {"score": outputs.mean(1)}
+
+    trainer = Trainer(
+        Net(),
+        some(NUM_SAMPLES),
+        numbered(NUM_SAMPLES * world.world_size),
+        config_of(epochs=1),
+        task=Lacks(),
+        world=world,
+    )
+    if world.world_size == 1:
+        trainer.fit()
+        return
+    with pytest.raises(DataError, match="what metrics returned differs between ranks"):
+        trainer.fit()
+
+
+@pytest.mark.parametrize("best_by", ["val_loss", "min:val_loss", None])
+def test_a_set_named_val_has_its_metrics_by_that_name(
+    world: World, best_by: str | None
+) -> None:
+    """Else only `val_val_loss` would choose."""
+    trainer = Trainer(
+        Net(),
+        some(NUM_SAMPLES),
+        {"val": some(9), "test": some(7)},
+        config_of(epochs=2),
+        loss=lambda outputs, _: outputs.mean(1),
+        callbacks=[EarlyStopping(best_by, patience=5)],
+        world=world,
+    )
+    assert set(trainer.fit().values) == {"val_loss", "test_loss"}
