@@ -122,22 +122,27 @@ def prefix_of(name: str) -> str:
     return f"{name}/" if name in ("model", "optimizer") else f"{OBJECTS}{name}/"
 
 
-def _weight_names(objects: Mapping[str, Any]) -> dict[Tensor, str]:
-    """Return the name of each weight: of ``model`` its own, else NAME/its own."""
-    names: dict[Tensor, str] = {}
+def _weight_names(objects: Mapping[str, Any]) -> dict[Tensor, list[str]]:
+    """Return the names of each weight: of ``model`` its own, else NAME/its own.
+
+    A weight that is shared has several. Its state is saved by the first one, which may
+    be another one when it is restored.
+    """
+    names: dict[Tensor, list[str]] = {}
     for name, it in objects.items():
         if isinstance(it, nn.Module):
-            for key, weight in it.named_parameters():
-                names.setdefault(weight, key if name == "model" else f"{name}/{key}")
+            for key, weight in it.named_parameters(remove_duplicate=False):
+                own = key if name == "model" else f"{name}/{key}"
+                names.setdefault(weight, []).append(own)
         elif isinstance(it, Tensor):
-            names.setdefault(it, name)
+            names.setdefault(it, []).append(name)
     return names
 
 
 def _pack_optimizer(
     name: str,
     optimizer: torch.optim.Optimizer,
-    names: Mapping[Tensor, str],
+    names: Mapping[Tensor, list[str]],
     tensors: dict[str, Tensor],
 ) -> dict[str, Any]:
     prefix, weights, groups = prefix_of(name), {}, []
@@ -151,22 +156,22 @@ def _pack_optimizer(
         }
         groups.append(_pack(values, f"{prefix}/groups/{number}", tensors))
     for weight, state in _local(optimizer).state.items():
-        others = {}
+        others, of = {}, names[weight][0]
         for key, value in state.items():
-            full = f"{prefix}{names[weight]}/{key}"
+            full = f"{prefix}{of}/{key}"
             if isinstance(value, Tensor) and value.is_sparse:
                 tensors[f"{full}{SPARSE}{value.sparse_dim()}"] = value.to_dense()
             elif isinstance(value, Tensor):
                 tensors[full] = value
             else:
-                others[key] = _pack(value, f"{prefix}/{names[weight]}/{key}", tensors)
+                others[key] = _pack(value, f"{prefix}/{of}/{key}", tensors)
         if others:
-            weights[names[weight]] = others
+            weights[of] = others
     return {"groups": groups, "weights": weights}
 
 
 def _check_weights(
-    name: str, optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str]
+    name: str, optimizer: torch.optim.Optimizer, names: Mapping[Tensor, list[str]]
 ) -> None:
     check_optimizer(optimizer)
     groups = optimizer.param_groups
@@ -182,10 +187,11 @@ def _load_optimizer(
     reader: CheckpointReader,
     name: str,
     optimizer: torch.optim.Optimizer,
-    names: Mapping[Tensor, str],
+    names: Mapping[Tensor, list[str]],
     packed: Mapping[str, Any],
 ) -> None:
     _check_weights(name, optimizer, names)
+    named = _named_in(reader, name, optimizer, names, packed)
     path, found = reader.checkpoint.path, optimizer.param_groups
     if len(found) != len(packed["groups"]):
         raise UsageError(
@@ -200,13 +206,44 @@ def _load_optimizer(
                 group[key].copy_(value)  # it may be part of a graph
             else:
                 group[key] = value
-    named = [(of, weight) for weight, of in names.items()]
     load_states(reader, named, _local(optimizer), prefix_of(name))
     trained = {it for group in _local(optimizer).param_groups for it in group["params"]}
-    for weight, of in names.items():
+    for of, weight in named:
         for key, value in packed["weights"].get(of, {}).items():
             if weight in trained:
                 _local(optimizer).state[weight][key] = _unpack(value, reader, None)
+
+
+def _named_in(
+    reader: CheckpointReader,
+    name: str,
+    optimizer: torch.optim.Optimizer,
+    names: Mapping[Tensor, list[str]],
+    packed: Mapping[str, Any],
+) -> list[tuple[str, Tensor]]:
+    """Return the weights whose states are in the checkpoint, by their names there."""
+    # Tensors of groups, and within other values, begin with a slash: of no weight.
+    stored = {
+        full.rpartition("/")[0]
+        for full in reader.stored(prefix_of(name))
+        if not full.startswith("/")
+    } | packed["weights"].keys()
+    found = {
+        weight: next(of for of in all_names if of in stored)
+        for weight, all_names in names.items()
+        if not stored.isdisjoint(all_names)
+    }
+    left = sorted(stored.difference(found.values()))
+    trained = [it for group in optimizer.param_groups for it in group["params"]]
+    # A state may be of a weight that is not trained any more. But a weight without a
+    # state may be that one, by a name of a module that is not here.
+    if left and any(weight not in found for weight in trained):
+        raise UsageError(
+            f"{name}: {reader.checkpoint.path} has the state of {left[0]}, which no "
+            "module has that is restored with it; expected all modules of its weights "
+            "by the names that save() was called with"
+        ).on_all_ranks()
+    return [(of, weight) for weight, of in found.items()]
 
 
 def _local(optimizer: Any) -> torch.optim.Optimizer:

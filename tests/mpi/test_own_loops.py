@@ -489,6 +489,46 @@ def test_sharded_states_come_back_by_name(
     ranks.allgather(None)
 
 
+def test_a_weight_of_two_modules_has_its_state_by_either_name(
+    world: World, ranks: Communicator, run_dir: Path
+) -> None:
+    def make() -> dict[str, Any]:
+        torch.manual_seed(1)
+        encoder = mlp(4, 3)
+        full = nn.Sequential(encoder, mlp(3, 1))
+        optimizer = torch.optim.AdamW(full.parameters(), lr=0.1)
+        return {"encoder": encoder, "full": full, "opt": optimizer}
+
+    def step(of: dict[str, Any]) -> None:
+        of["full"](torch.ones(2, 4, dtype=torch.float64)).square().sum().backward()
+        of["opt"].step()
+        of["opt"].zero_grad()
+
+    expected = make()
+    step(expected)
+    checkpointer = Checkpointer(run_dir / "a")
+    checkpointer.save(1, **expected)
+    checkpointer.close()
+    step(expected)
+    for order in (("encoder", "full", "opt"), ("full", "encoder", "opt")):
+        found = make()
+        Checkpointer(run_dir / "a").restore(**{name: found[name] for name in order})
+        step(found)
+        same([*found["full"].parameters()], [*expected["full"].parameters()])
+    # The names of its states are those of the encoder, which is not there.
+    alone = make()
+    with pytest.raises(
+        UsageError, match=r"opt: .*state of encoder/0\.bias, .*no module"
+    ):
+        Checkpointer(run_dir / "a").restore(full=alone["full"], opt=alone["opt"])
+    # Of a part of the weights an optimizer has all that it needs.
+    part = make()
+    optimizer = torch.optim.AdamW(part["encoder"].parameters(), lr=0.1)
+    Checkpointer(run_dir / "a").restore(encoder=part["encoder"], opt=optimizer)
+    assert len(optimizer.state) == 4
+    ranks.allgather(None)
+
+
 def test_a_sharded_model_takes_the_state_of_a_fused_optimizer(
     world: World, ranks: Communicator, run_dir: Path
 ) -> None:
