@@ -49,6 +49,7 @@ from mpitrain.checkpoint.tensors import (
 from mpitrain.checkpoint.training_state import (
     Snapshot,
     callback_states,
+    check_same_best,
     collect,
     config_of,
     restore_trainer,
@@ -212,7 +213,9 @@ class Checkpointer(RunCheckpoints, Callback):
                 f"{path} was written with another configuration: {'; '.join(changed)}\n"
                 f"Expected the same, or a new folder, with resume={str(self.run_dir)!r}"
             ).on_all_ranks()
-        if not is_own:
+        if is_own:
+            check_same_best(self.reader, self._best_by)
+        else:
             check_same_steps(self.reader, config)
         # The callbacks of another run count what is not in this one's record.
         restore_trainer(self.reader, trainer, others if is_own else ())

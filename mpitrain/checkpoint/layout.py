@@ -74,12 +74,18 @@ def checkpoint_at(path: Path) -> Checkpoint:
 
 
 def best_of(checkpoints: list[Checkpoint]) -> Checkpoint | None:
-    """Return the checkpoint with the best metric, of those that have one."""
+    """Return the checkpoint with the best metric, of those that have the newest's."""
     metrics: dict[Checkpoint, float] = {}
+    best_by = None
     for checkpoint in checkpoints:
         with contextlib.suppress(BrokenCheckpoint):
-            if (metric := checkpoint.metadata()["metric"]) is not None:
-                metrics[checkpoint] = metric
+            found = checkpoint.metadata()
+            if found["metric"] is None:
+                continue
+            of_this = found.get("best_by")  # not in older checkpoints
+            best_by = best_by or of_this
+            if of_this in (None, best_by):
+                metrics[checkpoint] = found["metric"]
     # The newest stand first: of two equals `max` takes that.
     return max(metrics, key=metrics.__getitem__, default=None)
 

@@ -17,9 +17,10 @@ from mpitrain.checkpoint.tensors import (
     split_state,
     tensors_to_save,
 )
+from mpitrain.errors import UsageError
 from mpitrain.train.callbacks import Callback
 from mpitrain.train.evaluate import score_of
-from mpitrain.train.metrics import TrainState
+from mpitrain.train.metrics import TrainState, best_by_of
 from mpitrain.train.trainer import Trainer
 
 
@@ -61,6 +62,8 @@ def collect(
         "extra_state": split_state(engine.model)[1],
         "model_config": engine.model_config if engine.world.is_rank_zero else None,
         "metric": metric,
+        # Also where no validation is new: a resume from it compares with older ones.
+        "best_by": best_by_of(state.metrics, best_by) if state.metrics else None,
         "user_state": None,
         "trainer": {
             "config": config_of(trainer, name),
@@ -99,6 +102,19 @@ def restore_trainer(
         state = found["callbacks"].get(type(callback).__name__)
         if state is not None:
             callback.load_state_dict(state)
+
+
+def check_same_best(reader: CheckpointReader, best_by: str | None) -> None:
+    """Refuse another metric of the best checkpoint than that of the run before."""
+    before = reader.metadata.get("best_by")  # not in older checkpoints
+    now = best_by_of(reader.metadata["trainer"]["state"]["metrics"], best_by)
+    if before is not None and now != before:
+        path = reader.checkpoint.path
+        raise UsageError(
+            f"{path} was written with best_by={before!r}; found best_by={now!r}: the "
+            "scores of two metrics cannot be compared. Expected the same, or a new "
+            f"folder, with resume={str(path)!r}"
+        ).on_all_ranks()
 
 
 def config_of(trainer: Trainer, name: str) -> dict[str, Any]:

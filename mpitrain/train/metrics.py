@@ -100,6 +100,19 @@ def best_metric(names: Collection[str], best_by: str | None) -> tuple[str, bool]
     return name, mode == "min" or (not mode and is_lower)
 
 
+def best_by_of(names: Collection[str], best_by: str | None) -> str | None:
+    """Return the metric of `best_metric` with its direction, if it is a choice.
+
+    >>> best_by_of(["loss", "f1"], "val_f1"), best_by_of(["loss"], None)
+    ('max:f1', 'min:loss')
+    >>> best_by_of(["miou"], None)
+    """
+    if not knows_best(names, best_by):
+        return None
+    name, is_lower_better = best_metric(names, best_by)
+    return f"{'min' if is_lower_better else 'max'}:{name}"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Throughput:
     """How fast some steps were, in wall time. Equal on all ranks."""

@@ -264,6 +264,38 @@ def test_a_checkpoint_of_another_model_is_refused_by_name(
     again.close()
 
 
+def test_a_run_keeps_the_metric_of_its_best_checkpoint(
+    world: World, ranks: Communicator, run_dir: Path
+) -> None:
+    def run(best_by: str | None, epochs: int = 1, folder: str = "run") -> None:
+        checkpointer = Checkpointer(run_dir / folder, best_by=best_by)
+        if folder != "run":
+            checkpointer = Checkpointer(
+                run_dir / folder, best_by=best_by, resume=str(run_dir / "run")
+            )
+        Trainer(
+            Net(),
+            some(64),
+            some(world.world_size, "val"),
+            config_of(epochs=epochs, global_batch_size=64),
+            world=world,
+            metrics=lambda out, _: {"score": out.double().mean(1)},
+            callbacks=[checkpointer],
+        ).fit()
+
+    run("score")
+    newest = layout.list_checkpoints(run_dir / "run")[0]
+    assert newest.metadata()["best_by"] == "max:score"
+    run("max:val_score")  # the same one
+    for other, now in (("min:score", "min:score"), (None, "min:loss")):
+        with pytest.raises(
+            UsageError, match=rf"best_by='max:score'; found best_by='{now}'"
+        ):
+            run(other)
+    run("min:loss", epochs=2, folder="another")
+    ranks.allgather(None)
+
+
 @pytest.mark.parametrize("metric", [float("nan"), float("inf")])
 def test_a_metric_that_is_not_finite_is_none(
     world: World, run_dir: Path, metric: float

@@ -439,6 +439,20 @@ def test_the_best_stays_beside_the_newest(tmp_path: Path) -> None:
     ]
 
 
+def test_the_best_is_that_of_the_newest_metric(tmp_path: Path) -> None:
+    """Such as accuracy, if a resumed script has it, and had the loss alone before."""
+    write(tmp_path, 1, metric=-0.5, best_by="min:loss")
+    write(tmp_path, 2, metric=-0.6, best_by="min:loss")
+    best = layout.best_of(layout.list_checkpoints(tmp_path))
+    assert best is not None
+    assert best.step == 1
+    write(tmp_path, 3, metric=-0.9, best_by="max:r2")
+    write(tmp_path, 4, metric=None, best_by="max:r2")
+    best = layout.best_of(layout.list_checkpoints(tmp_path))
+    assert best is not None
+    assert best.step == 3
+
+
 def test_what_is_set_aside_is_kept_and_not_found(tmp_path: Path) -> None:
     for expected in ("step-00000120.broken", "step-00000120.broken-2"):
         assert layout.set_aside(write(tmp_path), "broken").name == expected
