@@ -17,7 +17,7 @@ from mpitrain.config import TrainConfig
 from mpitrain.data.custom import check_data_set, warn_if_collate_draws
 from mpitrain.data.loader import Batch, BatchLoader
 from mpitrain.data.randomness import rank_seed
-from mpitrain.data.samples import digest, kind_of
+from mpitrain.data.samples import kind_of
 from mpitrain.data.sampling import Sampling
 from mpitrain.errors import DataError, UsageError
 from mpitrain.models.model_config import model_config
@@ -54,6 +54,7 @@ from mpitrain.train.model import (
     unwrap_model,
 )
 from mpitrain.train.optimizer import OptimizerWrapper
+from mpitrain.train.other_modules import OtherModules
 from mpitrain.train.plan import Plan
 from mpitrain.train.precision import autocast
 from mpitrain.train.predict import Writer, predict
@@ -176,72 +177,24 @@ class Engine:
         for stage in self.plan.stages:
             if stage.trainable is not None:
                 stage.weights(self.model)  # an error now, not hours later
-        self._loss, self._loss_buffers = nn.Module(), dict[str, str]()
         # Of dropout. Last: ranks draw unlike numbers from here on.
         torch.manual_seed(rank_seed(config.seed, world.rank))
 
     def prepare_loss(self, loss: Any) -> None:
-        """Move a loss that is a module, as the model was; collective.
-
-        It may have class weights, or a network; a script does not know the device
-        before `fit`.
-        """
-        module = loss if isinstance(loss, nn.Module) else nn.Module()
-        report = self.strategy.report_dependence
-        check_same_model(module, self.ranks, report, "the loss")
-        ours = {id(it) for it in (*self.model.parameters(), *self.model.buffers())}
-        others = [
-            name
-            for name, weight in module.named_parameters()
-            if weight.requires_grad and id(weight) not in ours
-        ]
-        if others and self.world.is_rank_zero:
-            logger.warning(
-                "the loss has weights that the model does not have, and that are not "
-                "trained: %s; to train them, let the model's forward call them",
-                shown_names(others),
-            )
-        module.to(self.world.device)
-        for tensor in (*module.parameters(), *module.buffers()):
-            if id(tensor) not in ours:  # those may be sharded
-                place_tensor(tensor, self.world, self.config)
-        self._loss, named = module, module.named_buffers()
-        # Digests for one comparison, after the first pass: what moves, moves there.
-        self._loss_buffers = {
-            name: digest([it]) for name, it in named if id(it) not in ours
-        }
-
-    def check_loss_buffers(self) -> None:
-        """Refuse a loss whose buffers have moved; collective the first time.
-
-        Each rank moves them by its own samples, and no checkpoint has them.
-        """
-        if not self._loss_buffers:
-            return
-        named, before = dict(self._loss.named_buffers()), self._loss_buffers
-        self._loss_buffers = {}
-        moved = [
-            name
-            for name, value in before.items()
-            if name not in named or digest([named[name]]) != value
-        ]
-        # A rank without samples may move none; all are to raise.
-        of_ranks = self.ranks.allgather(moved)
-        moved = list(dict.fromkeys(itertools.chain.from_iterable(of_ranks)))
-        if not moved:
-            return
-        found = f"buffers of the loss change in a step: {shown_names(moved)}"
-        expected = (
-            "expected them in the model, whose buffers are kept equal and saved, or a "
-            "loss without"
+        """Move a loss that is a module, and modules of the task; collective."""
+        self._other_modules = OtherModules(
+            loss,
+            self.task,
+            self.model,
+            self.strategy,
+            self.config,
+            self.world,
+            self.ranks,
         )
-        if self.strategy.micro_batches_are_fixed or self.world.world_size > 1:
-            raise UsageError(f"{found}; {expected}").on_all_ranks()
-        logger.warning(
-            "%s; they are in no checkpoint, and refused on several ranks; %s",
-            found,
-            expected,
-        )
+
+    def check_buffers(self) -> None:
+        """Refuse buffers that no rank broadcasts or saves; collective the first time."""
+        self._other_modules.check_buffers()
 
     # --- a stage ------------------------------------------------------------------
 

@@ -148,6 +148,11 @@ def place_tensor(tensor: Tensor, world: World, config: TrainConfig) -> None:
         tensor.data = tensor.data.to(
             dtype.to_complex() if tensor.is_complex() else dtype
         )
+    broadcast_tensor(tensor, world)
+
+
+def broadcast_tensor(tensor: Tensor, world: World) -> None:
+    """Give a weight or buffer rank zero's numbers; collective."""
     if world.world_size > 1:
         # detach(): autograd refuses to write to a weight that requires a gradient.
         dist.broadcast(tensor.detach(), src=0)

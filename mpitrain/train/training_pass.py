@@ -14,7 +14,7 @@ on every rank in this order::
     strategy.reduce_gradients they are reduced, or checked (if it is overridden)
     _weight_factor            weights are added up (if the losses have some)
     optimizer.end_pass        the norm of shards, or weights are sent (fsdp, ZeRO)
-    check_loss_buffers        buffers of the loss are compared (once, if it has some)
+    check_buffers             changed buffers are named (in a stage's first step)
     handle_nonfinite          the losses are named (if the norm is not finite)
 
 Ranks may have unequal numbers of micro-batches, and each has at least one: a rank
@@ -141,7 +141,8 @@ def train_pass(trainer: Any, name: str, step: RankStep) -> Pass:
         # Only now: other ranks' weights are known when all have computed their losses.
         by_weight = _weight_factor(strategy, losses, step.num_samples)
         grad_norm = optimizer.end_pass(by_weight)
-    engine.check_loss_buffers()
+    if name == optimizer.names[-1]:
+        engine.check_buffers()
     # A tensor is on the device still: `handle_deferred` looks at it later.
     if not isinstance(grad_norm, Tensor) and not math.isfinite(grad_norm):
         handle_nonfinite(trainer, losses, grad_norm, state.step + 1)
