@@ -193,8 +193,35 @@ class Engine:
         )
 
     def check_buffers(self) -> None:
-        """Refuse buffers that no rank broadcasts or saves; collective the first time."""
+        """Refuse buffers that no rank broadcasts or saves; collective.
+
+        After a step; it does nothing but in the first one of a stage.
+        """
+        if self._has_checked_buffers:
+            return
+        self._has_checked_buffers = True
         self._other_modules.check_buffers()
+        # Each rank sets them by its own samples; all are to raise.
+        of_ranks = self.ranks.allgather(self.strategy.changed_buffers())
+        changed = sorted(set(itertools.chain.from_iterable(of_ranks)))
+        if not changed:
+            return
+        found = (
+            f"buffers of the model that are saved have another shape, or are set or "
+            f"removed, since the stage began: {shown_names(changed)}"
+        )
+        expected = (
+            "expected tensors of their final shape from the beginning: call the model "
+            "once with a batch before it is trained; or persistent=False for a cache"
+        )
+        if self.strategy.micro_batches_are_fixed or self.world.world_size > 1:
+            raise UsageError(f"{found}; {expected}").on_all_ranks()
+        logger.warning(
+            "%s; a new model cannot load them from a checkpoint, and they are refused "
+            "on several ranks; %s",
+            found,
+            expected,
+        )
 
     # --- a stage ------------------------------------------------------------------
 
@@ -207,6 +234,7 @@ class Engine:
             self.strategy.reshard()  # FSDP has other weights after a forward pass
             self.trained_weights.check()
         self.stage, self._loss_forms = stage, {}
+        self._has_checked_buffers = False
         # What the stage before froze, too: each begins with what the user has frozen.
         self._restore_trainable()
         self._frozen = stage.freeze(model)

@@ -109,3 +109,38 @@ def test_a_loss_whose_buffers_move_is_refused(
     else:
         fit(moves=True)
         assert "they are in no checkpoint" in caplog.text
+
+
+class Setting(Net):
+    """Has a buffer that the first pass sets, and one that grows."""
+
+    def __init__(self, *, is_persistent: bool) -> None:
+        super().__init__()
+        self.register_buffer("center", None, persistent=is_persistent)
+        empty = torch.zeros(0, dtype=torch.float64)
+        self.blocks[0].register_buffer("seen", empty, persistent=is_persistent)
+
+    def forward(self, images: Tensor) -> Tensor:
+        mean = images.detach().flatten(1).mean(0)
+        if self.center is None:
+            self.center = mean
+        self.blocks[0].seen = torch.cat([self.blocks[0].seen, mean[:1]])
+        return super().forward(images - self.center.view(images.shape[1:]))
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"bitwise": True}, {"strategy": "fsdp"}], ids=str
+)
+def test_a_buffer_that_the_first_step_sets_or_grows_is_refused(
+    world: World, settings: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    trained(world, model=Setting(is_persistent=False), **settings)
+    assert "since the stage began" not in caplog.text
+    model = Setting(is_persistent=True)
+    if world.world_size > 1 or "bitwise" in settings:
+        words = "since the stage began: blocks.0.seen, center; expected tensors of"
+        with pytest.raises(UsageError, match=words):
+            trained(world, model=model, **settings)
+    else:
+        trained(world, model=model, **settings)
+        assert caplog.text.count("since the stage began") == 1

@@ -321,6 +321,15 @@ class Strategy:
                 found[name] = buffer
         return found
 
+    def changed_buffers(self) -> list[str]:
+        """Return the saved buffers that `named_buffers` leaves out, by name; local.
+
+        Their shape is another than at first, or they were ``None``, or are now.
+        """
+        before = {name: shape for name, (_, _, shape) in self._buffers.items()}
+        now = {name: it[2] for name, it in _find_buffers(self.model).items()}
+        return sorted({name for name, _ in before.items() ^ now.items()})
+
     def float_buffers(self) -> dict[str, Tensor]:
         """Return buffers that change in training, such as batch norm's statistics."""
         named = self.named_buffers().items()
