@@ -89,6 +89,7 @@ class Engine:
     optimizer: OptimizerWrapper
     trained_weights: TrainedWeights
     _is_closed = False
+    _has_checked_buffers = True  # of this stage, once it has begun
 
     def __init__(
         self,
