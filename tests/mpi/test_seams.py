@@ -151,7 +151,7 @@ def test_a_loss_with_tensors_is_moved_as_the_model_is(
     trained(world, loss=loss)
     assert loss.inner.weight.dtype == torch.float64
     assert loss.log_variance == 0
-    expected = "not trained: log_variance, logits.weight, logits.bias"
+    expected = "neither trained nor saved: log_variance, logits.weight, logits.bias"
     assert (expected in caplog.text) == world.is_rank_zero
     caplog.clear()
     trainer = made(world, {}, loss=nn.MSELoss(reduction="none"))
