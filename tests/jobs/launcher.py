@@ -82,6 +82,8 @@ class ForkServers:
         path = self._folder / f"fork-server-{mpi.name}"
         server = self._servers.get(mpi.name)
         if server is None or server.poll() is not None:
+            if server is not None:  # it was idle for too long
+                server.communicate()
             command = [str(mpi.mpirun), "-np", "1", *mpi.flags, sys.executable]
             server = subprocess.Popen(
                 # It ends by itself where the tests were killed.
