@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -156,6 +157,29 @@ def takes(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> bool:
     except ValueError:  # written in C, without a signature
         pass
     return True
+
+
+def refuse_buffers(
+    changed: Sequence[str],
+    found: str,
+    expected: str,
+    ranks: Communicator,
+    *,
+    warning: str | None,
+) -> None:
+    """Refuse buffers that a step has changed on any rank; collective.
+
+    With ``warning``, what becomes of them on one rank, that is said instead.
+    """
+    # A rank without samples may change none; all are to raise.
+    names = sorted({*itertools.chain.from_iterable(ranks.allgather([*changed]))})
+    found = f"{found}: {shown_names(names)}"
+    if names and warning is None:
+        raise UsageError(f"{found}; {expected}").on_all_ranks()
+    if names:
+        logger.warning(
+            "%s; %s, and refused on several ranks; %s", found, warning, expected
+        )
 
 
 def shown_names(names: Sequence[object], most: int = MAX_NAMED, by: str = ", ") -> str:

@@ -29,7 +29,7 @@ from mpitrain.train.checks import (
     MAX_NAMED,
     check_same_config,
     explain_call,
-    shown_names,
+    refuse_buffers,
 )
 from mpitrain.train.data import TrainData
 from mpitrain.train.evaluate import (
@@ -181,7 +181,7 @@ class Engine:
         # Of dropout. Last: ranks draw unlike numbers from here on.
         torch.manual_seed(rank_seed(config.seed, world.rank))
 
-    def prepare_loss(self, loss: Any) -> None:
+    def prepare_other_modules(self, loss: Any) -> None:
         """Move a loss that is a module, and modules of the task; collective."""
         self._other_modules = OtherModules(
             loss,
@@ -202,26 +202,17 @@ class Engine:
             return
         self._has_checked_buffers = True
         self._other_modules.check_buffers()
-        # Each rank sets them by its own samples; all are to raise.
-        of_ranks = self.ranks.allgather(self.strategy.changed_buffers())
-        changed = sorted(set(itertools.chain.from_iterable(of_ranks)))
-        if not changed:
-            return
-        found = (
-            f"buffers of the model that are saved have another shape, or are set or "
-            f"removed, since the stage began: {shown_names(changed)}"
-        )
-        expected = (
+        is_exact = self.strategy.micro_batches_are_fixed or self.world.world_size > 1
+        refuse_buffers(
+            self.strategy.changed_buffers(),
+            "buffers of the model that are saved were set, removed or resized since "
+            "the stage began",
             "expected tensors of their final shape from the beginning: call the model "
-            "once with a batch before it is trained; or persistent=False for a cache"
-        )
-        if self.strategy.micro_batches_are_fixed or self.world.world_size > 1:
-            raise UsageError(f"{found}; {expected}").on_all_ranks()
-        logger.warning(
-            "%s; a new model cannot load them from a checkpoint, and they are refused "
-            "on several ranks; %s",
-            found,
-            expected,
+            "once with a batch before it is trained; or persistent=False for a cache",
+            self.ranks,
+            warning=None
+            if is_exact
+            else "a new model cannot load them from a checkpoint",
         )
 
     # --- a stage ------------------------------------------------------------------

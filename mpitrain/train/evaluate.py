@@ -190,9 +190,10 @@ def evaluate(
             if num := len(batch):
                 names = tuple(values) if names is None else names
                 if values.keys() != set(names):
+                    now, before = (", ".join(it) or "none" for it in (values, names))
                     raise DataError(
-                        f"metrics returned {', '.join(values)}, and {', '.join(names)} "
-                        "for an earlier batch; expected the same names for every batch"
+                        f"metrics returned {now}, and {before} for an earlier batch; "
+                        "expected the same names for every batch"
                     )
                 row = torch.full((2 * len(names) + 1,), num, **kind)
                 for place, name in enumerate(names):

@@ -5,7 +5,6 @@ A step computes with them, but does not train them, and no checkpoint has them.
 
 from __future__ import annotations
 
-import itertools
 import logging
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -19,7 +18,7 @@ from mpitrain.errors import UsageError
 from mpitrain.mpi.shared_arrays import Communicator
 from mpitrain.mpi.world import World
 from mpitrain.tasks.task import Task
-from mpitrain.train.checks import shown_names
+from mpitrain.train.checks import refuse_buffers, shown_names
 from mpitrain.train.metric_objects import METHODS
 from mpitrain.train.model import broadcast_tensor, check_same_model, place_tensor
 from mpitrain.train.strategy.base import Strategy
@@ -109,35 +108,21 @@ class OtherModules:
         Each rank moves them by its own samples, and no checkpoint has them.
         """
         compared, self._buffers = self._buffers, []
+        is_exact = self._strategy.micro_batches_are_fixed or self._world.world_size > 1
         for what, module, before in compared:
-            self._check_buffers_of(what, module, before)
-
-    def _check_buffers_of(
-        self, what: str, module: nn.Module, before: dict[str, str]
-    ) -> None:
-        named = dict(module.named_buffers())
-        moved = [
-            name
-            for name, value in before.items()
-            if name not in named or digest([named[name]]) != value
-        ]
-        # A rank without samples may move none; all are to raise.
-        of_ranks = self._ranks.allgather(moved)
-        moved = list(dict.fromkeys(itertools.chain.from_iterable(of_ranks)))
-        if not moved:
-            return
-        found = f"buffers of {what} change in a step: {shown_names(moved)}"
-        expected = (
-            "expected them in the model, whose buffers are kept equal and saved, or "
-            f"{what} without, or in eval() mode"
-        )
-        if self._strategy.micro_batches_are_fixed or self._world.world_size > 1:
-            raise UsageError(f"{found}; {expected}").on_all_ranks()
-        logger.warning(
-            "%s; they are in no checkpoint, and refused on several ranks; %s",
-            found,
-            expected,
-        )
+            named = dict(module.named_buffers())
+            refuse_buffers(
+                [
+                    name
+                    for name, value in before.items()
+                    if name not in named or digest([named[name]]) != value
+                ],
+                f"buffers of {what} change in a step",
+                "expected them in the model, whose buffers are kept equal and saved, "
+                f"or {what} without, or in eval() mode",
+                self._ranks,
+                warning=None if is_exact else "they are in no checkpoint",
+            )
 
 
 def _modules_of(task: Task, parts: set[nn.Module]) -> dict[str, nn.Module]:

@@ -454,7 +454,7 @@ class Trainer:
         self.timer = make_timer(self.world.device)
         size = strategy.micro_batch_size if strategy.micro_batches_are_fixed else None
         self.pending = PendingSteps(self.world.device, size)
-        self.engine.prepare_loss(self._loss)
+        self.engine.prepare_other_modules(self._loss)
         self.synced_at, self._is_set_up = time.perf_counter(), True
         self.callbacks = in_order(self.callbacks)
         self._hooks = Hooks(self.callbacks)
