@@ -1,4 +1,4 @@
-"""A host that computes wrongly is left out."""
+"""A host that computes wrongly is left out; a NaN of two hosts is found on a third."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import re
 import shutil
 from pathlib import Path
 
-from .hosts import VirtualHosts
+from .hosts import LOGIN, VirtualHosts
 
 SCRIPT = Path(__file__).parents[1] / "jobs/wrong_bits.py"
+REPLAYED = SCRIPT.with_name("replayed.py")
 
 
 def test_a_host_that_computes_wrongly_is_left_out(
@@ -43,3 +44,27 @@ def test_a_host_that_computes_wrongly_is_left_out(
     run(*start, "good", "none", "0", "0")
     one, other = ((folder / it / "model.pt").read_bytes() for it in ("run", "good"))
     assert one == other
+
+
+def test_a_nan_of_two_hosts_is_found_by_one_process(
+    hosts: VirtualHosts, folder: Path
+) -> None:
+    shutil.copy(REPLAYED, folder)
+    (folder / "hosts").write_text("".join(f"{it} slots=4\n" for it in hosts.names[:2]))
+    python, path = ".venv/bin/python", f"{folder}/.venv/bin:{hosts.environ['PATH']}"
+    variables = {"PYTHONPATH": str(folder), "PATH": path, "NAN_AT": "123"}
+    script = ["run", "--device", "cpu", "replayed.py", "runs/bad"]
+    start = [".venv/bin/mpirun", "--prefix", f"{folder}/.venv", "--hostfile", "hosts"]
+    start += ["--bind-to", "none", "-x", "PATH", "-x", "PYTHONPATH", "-x", "NAN_AT"]
+    start += [python, "-m", "mpitrain", *script]
+    replay = [python, "-m", "mpitrain", "replay", "runs/bad", "--until", "nan"]
+    said = [
+        hosts.run(
+            host, ["env", *words], cwd=folder, timeout_seconds=120, environ=variables
+        ).stdout
+        for host, words in ((hosts.names[0], start), (LOGIN, [*replay, "--", *script]))
+    ]
+    assert "on 8 ranks" in said[0]
+    assert "NonFiniteError: the loss is nan" in said[0]
+    assert "inputs or targets are not finite: sample 123 (micro-batch" in said[1]
+    assert "steps are as recorded, to the bit" in said[1]

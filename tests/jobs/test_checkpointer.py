@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from launcher import Mpi, environment, mpirun, slow
+from launcher import ROOT, Mpi, environment, mpirun, slow
 
 WITH_TRAINER = """
 import os, signal, sys, time
@@ -371,3 +371,18 @@ def test_steps_and_batches_are_the_same_on_other_numbers_of_ranks(
     assert [it[:2] for it in found] == [it[:2] for it in expected]
     for mine, other in zip(found, expected, strict=True):
         assert mine[2:] == pytest.approx(other[2:], rel=1e-9)
+
+
+@pytest.mark.slow
+def test_a_gan_resumes_on_other_numbers_of_ranks(openmpi: Mpi, tmp_path: Path) -> None:
+    losses: list[list[float]] = []
+    for name, parts in (("whole", [(1, 2)]), ("parts", [(3, 1), (2, 2)])):
+        for num_ranks, epochs in parts:
+            command = str(ROOT / "examples/gan.py"), str(tmp_path / name), str(epochs)
+            done = mpirun(openmpi, num_ranks, *command, cwd=tmp_path)
+            assert done.status == 0, done.err
+        lines = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
+        steps = [row for row in map(json.loads, lines) if row["event"] == "step"]
+        assert [row["step"] for row in steps] == list(range(1, 39))
+        losses.append([row[key] for row in steps for key in ("train_d", "train_g")])
+    assert losses[1] == pytest.approx(losses[0], rel=1e-9)

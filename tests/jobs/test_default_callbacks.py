@@ -11,7 +11,7 @@ import torch
 from launcher import ROOT, Mpi, mpirun
 
 SCRIPT = """
-import sys
+import os, signal, sys
 sys.path.append({path!r})
 import dataclasses
 import mpitrain
@@ -25,6 +25,11 @@ config = dataclasses.replace(
 
 class Mine(mpitrain.Callback):
     def on_step_end(self, trainer):
+        if trainer.state.step == 9 and trainer.world.rank == 1:
+            if "kill" in sys.argv:
+                os.kill(os.getpid(), signal.SIGKILL)
+            if "fail" in sys.argv:
+                raise ArithmeticError("a fault of mine")
         if trainer.state.step == 3:
             trainer.log_images("mine/noise", torch.rand(2, 3, 4, 5))
 
@@ -98,3 +103,33 @@ def test_a_script_has_all_that_the_command_has(
     done = mpirun(openmpi, 3, str(script), cwd=tmp_path)
     assert done.status == 0, done.out + done.err
     assert result_of(mine)["status"] == "finished"
+
+
+def test_a_script_that_is_killed_resumes(
+    openmpi: Mpi, script: Path, tmp_path: Path
+) -> None:
+    done = mpirun(openmpi, 2, str(script), "kill", cwd=tmp_path)
+    assert done.status != 0
+    done = mpirun(openmpi, 3, str(script), cwd=tmp_path)
+    assert done.status == 0, done.out + done.err
+    assert "resuming from runs/script/checkpoints/step-" in done.out
+    words = ("-m", "mpitrain", "--task", "own_tasks:build", "--device", "cpu")
+    done = mpirun(openmpi, 1, *words, "--name", "whole", cwd=tmp_path)
+    assert done.status == 0, done.out + done.err
+    states = [
+        torch.load(tmp_path / f"runs/{it}/model.pt") for it in ("script", "whole")
+    ]
+    for name, weight in states[0].items():
+        torch.testing.assert_close(weight, states[1][name], rtol=1e-4, atol=1e-5)
+    rows = (tmp_path / "runs/script/metrics.csv").read_text().splitlines()
+    assert rows[0].startswith("step,")
+
+
+def test_a_failure_of_any_rank_is_in_the_run_folder(
+    openmpi: Mpi, script: Path, tmp_path: Path
+) -> None:
+    done = mpirun(openmpi, 2, str(script), "fail", cwd=tmp_path)
+    assert done.status != 0
+    result = result_of(tmp_path / "runs/script")
+    assert result["status"] == "failed"
+    assert "a fault of mine" in result["error"]

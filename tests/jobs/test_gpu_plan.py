@@ -75,3 +75,6 @@ def test_gpus_that_torch_does_not_see_end_the_start_once(
     done = mpirun(openmpi, 2, "script.py", "cpu", cwd=tmp_path)
     assert done.status == 0
     assert done.out.count("trained on cpu") == 2
+    done = mpirun(openmpi, 2, "script.py", cwd=tmp_path, CUDA_VISIBLE_DEVICES="")
+    assert done.status == 0
+    assert done.out.count("trained on cpu") == 2

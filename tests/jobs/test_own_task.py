@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
 from pathlib import Path
 
 import logger_files
@@ -11,6 +13,7 @@ import pytest
 import torch
 from example_files import own_task
 from launcher import ROOT, Mpi, mpirun
+from resume_jobs import Runs
 
 pytestmark = pytest.mark.usefixtures("warm_starts")
 
@@ -25,6 +28,31 @@ OWN = ("-m", "mpitrain", "--task", "own_tasks:build", "--device", "cpu")
 def of_example(name: str) -> tuple[str, ...]:
     module, _, function = name.partition(":")
     return "--task", f"examples.trainings.{module}:{function or 'build'}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TRAININGS)
+def test_an_example_is_cut_and_resumed_on_other_ranks(
+    openmpi: Mpi, name: str, tmp_path: Path
+) -> None:
+    flags = (
+        *of_example(name),
+        *("--precision", "fp64", "--checkpoint-every-steps", "1", "--device", "cpu"),
+        *("--log", "csv", "tensorboard", "--keep-checkpoints", "2"),
+    )
+    runs = Runs(mpi=openmpi, folder=tmp_path, flags=flags)
+    done = runs.run("whole", 1)
+    assert done.status == 0, done.out + done.err
+    job = runs.start("cut", 3)
+    job.wait_until(lambda: runs.newest("cut") >= 3)
+    os.kill(job.ranks()[1], signal.SIGKILL)
+    assert job.end() != 0
+    done = runs.run("cut", 2)
+    assert done.status == 0, done.out + done.err
+    assert runs.resumed_at("cut")
+    runs.assert_close("cut", "whole", 1e-9)
+    assert (runs.dir("cut") / "metrics.csv").exists()
+    assert runs.weights("cut").keys() == runs.weights("whole").keys()
 
 
 OBJECTIVES = {"detection": "max:map", "segmentation": "max:miou", "gan": "min:distance"}
