@@ -79,6 +79,8 @@ def in_one_process(run_dir: Path, part: str) -> dict[str, list[float]]:
     code = f"import test_other_ranks as it; it.alone({str(run_dir)!r}, {part!r})"
     launched = "OMPI_", "PMIX_", "PRTE_", "PMI_", "HYDRA", "MPI_LOCAL"
     environ = {k: it for k, it in os.environ.items() if not k.startswith(launched)}
+    # This module's imports need the folders that pytest put there (`pythonpath`).
+    environ["PYTHONPATH"] = os.pathsep.join(it for it in sys.path if it)
     done = subprocess.run(
         [sys.executable, "-c", code],
         cwd=Path(__file__).parent,
