@@ -21,7 +21,7 @@ import torch
 from torch.utils.data import IterableDataset, default_collate, get_worker_info
 
 from mpitrain.data.map_style import PADDING, Collate, CollatedSamples, Key, raise_if_bad
-from mpitrain.data.randomness import seeded
+from mpitrain.data.randomness import sample_seed, seed_all, seeded
 from mpitrain.data.samples import CollateFn, LoadedBatch, digest, leaves_of
 from mpitrain.data.sharding import Indices, RankShard, StreamPlace
 from mpitrain.data.workers import (
@@ -116,6 +116,8 @@ class IterableStyle(CollatedSamples):
 class _WorkerBatches(IterableDataset[LoadedBatch]):
     """The batches that one worker makes: every n-th of its rank's."""
 
+    is_seeded = True
+
     def __init__(
         self, samples: IterableStyle, rank_shard: RankShard, epoch: int
     ) -> None:
@@ -192,15 +194,15 @@ class _Numbered:
         self._num_read, self._expected, self._dataset = 0, "", dataset
         place = worker.rank_shard.places.get(index)
         # iter() may shuffle: all that read this stream, or shard, have to agree.
-        with seeded(worker.seed, worker.epoch, -1):
-            source = iter(dataset)
-            self._owner, self._get, load = _state_methods(source, dataset)
-            if place is not None and self._owner is not None:
-                if self._owner is dataset:  # it may be read from the start again
-                    self._owner = copy.copy(dataset)
-                getattr(self._owner, load)(place.state)
-                self._num_read, self._expected = place.num_read, place.digest
-                source = source if self._owner is source else iter(self._owner)
+        seed_all(sample_seed(worker.seed, worker.epoch, -1))
+        source = iter(dataset)
+        self._owner, self._get, load = _state_methods(source, dataset)
+        if place is not None and self._owner is not None:
+            if self._owner is dataset:  # it may be read from the start again
+                self._owner = copy.copy(dataset)
+            getattr(self._owner, load)(place.state)
+            self._num_read, self._expected = place.num_read, place.digest
+            source = source if self._owner is source else iter(self._owner)
         self._source = source
 
     def __iter__(self) -> _Numbered:
@@ -208,8 +210,8 @@ class _Numbered:
 
     def __next__(self) -> tuple[int, Any]:
         number = self.index + self._num_read * self._num_shards
-        with seeded(self._worker.seed, self._worker.epoch, number):
-            sample = next(self._source, _END)
+        seed_all(sample_seed(self._worker.seed, self._worker.epoch, number))
+        sample = next(self._source, _END)
         expected, self._expected = self._expected, ""
         if expected and (sample is _END or _digest(sample) != expected):
             if self._owner is None:
@@ -234,8 +236,8 @@ class _Numbered:
             self._get,
             number,
         )
-        with seeded(self._worker.seed, self._worker.epoch, -1):
-            self._source = iter(self._dataset)
+        seed_all(sample_seed(self._worker.seed, self._worker.epoch, -1))
+        self._source = iter(self._dataset)
         # Without an owner: what is wrong once more is an error, and no place is saved.
         self._owner, num_read, self._num_read = None, self._num_read, 0
         self.skip(num_read)

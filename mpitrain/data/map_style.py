@@ -17,7 +17,7 @@ from mpitrain.data.randomness import (
     batch_seed,
     own_random_state,
     random_state,
-    sample_seeds,
+    sample_seed,
     seed_all,
     uniform,
 )
@@ -70,11 +70,15 @@ class CollatedSamples(abc.ABC):
 
     def example(self, num_rows: int = 1) -> LoadedBatch:
         """Return the first sample that can be read; repeated, if rows are wanted."""
-        return raise_if_bad(self.collate([self._first] * num_rows))
+        return self._collated([self._first] * num_rows)
 
     def reread_example(self) -> LoadedBatch:
         """Read the same sample again; it differs if the data set is random."""
-        return raise_if_bad(self.collate([self._read_first()]))
+        return self._collated([self._read_first()])
+
+    def _collated(self, samples: list[tuple[Key, Any]]) -> LoadedBatch:
+        with own_random_state():
+            return raise_if_bad(self.collate(samples))
 
     def collate_draws(self) -> bool:
         """Whether ``collate_fn`` draws random numbers; local."""
@@ -111,6 +115,8 @@ class MapStyle(CollatedSamples):
         self.may_skip = skip
         self.is_deterministic = isinstance(dataset, SampleReader) and not random_crops
         self._sample_dataset = _SampleDataset(dataset, seed, random_crops, skip)
+        if not self.collate.is_default:  # it is seeded in the same process
+            self._sample_dataset.is_seeded = True
         self._batch_sampler = _BatchSampler()
         self._order = order
         self._loader: DataLoader[Any] | WorkerPool | None = None
@@ -141,8 +147,9 @@ class MapStyle(CollatedSamples):
     def _read_first(self) -> tuple[Key, Any]:
         tries = min(self.num_samples, MAX_TRIES)
         for index in range(tries):
-            first = self._sample_dataset[0, index]
-            loaded = raise_if_bad(self.collate([first]))
+            with own_random_state():
+                first = self._sample_dataset[0, index]
+            loaded = self._collated([first])
             if len(loaded.indices):
                 return first
         raise DataError(
@@ -165,7 +172,9 @@ class MapStyle(CollatedSamples):
     def read(self, indices: Indices, epoch: int, min_rows: int) -> LoadedBatch:
         """Read some samples in this process, and repeat the last of fewer."""
         keys = _keys_of(indices, epoch, min_rows)
-        return raise_if_bad(self.collate(self._sample_dataset.__getitems__(keys)))
+        with own_random_state():
+            found = self._sample_dataset.__getitems__(keys)
+        return self._collated(found)
 
     def close(self) -> None:
         """End the workers."""
@@ -195,13 +204,17 @@ def _keys_of(indices: Indices, epoch: int, min_rows: int) -> Keys:
 
 
 class _SampleDataset(Dataset[Any]):
-    """Reads a sample, or returns why it cannot be read; in a worker or in the rank."""
+    """Reads a sample, or returns why it cannot be read; in a worker or in the rank.
+
+    ``is_seeded``: to read seeds the process; see `workers.next_batch`.
+    """
 
     def __init__(self, dataset: Any, seed: int, random_crops: bool, skip: bool) -> None:
         self.dataset = dataset
         self.seed = seed
         self.random_crops = random_crops
         self.skip = skip
+        self.is_seeded = not isinstance(dataset, SampleReader)
         while isinstance(dataset, Subset):  # its methods ask the same of the set inside
             dataset = dataset.dataset
         # Of the two methods that torch's loaders ask, the one that a subclass has.
@@ -209,22 +222,17 @@ class _SampleDataset(Dataset[Any]):
         self._has_many = next(names, "") == "__getitems__"
 
     def __getitems__(self, keys: list[Key]) -> list[tuple[Key, Any]]:
-        if isinstance(self.dataset, SampleReader) or not keys:
-            return [self._get(*key) for key in keys]
-        seeds = sample_seeds(self.seed, keys[0][0], [index for _, index in keys])
-        # Not for each sample: to take and set numpy's state costs more than a seed.
-        with own_random_state():
-            return [self._get(*key, of) for key, of in zip(keys, seeds, strict=True)]
+        return [self._get(*key) for key in keys]
 
     def __getitem__(self, key: Key) -> tuple[Key, Any]:
         return self.__getitems__([key])[0]
 
-    def _get(self, epoch: int, index: int, seed: int = 0) -> tuple[Key, Any]:
+    def _get(self, epoch: int, index: int) -> tuple[Key, Any]:
         key = epoch, index
         if index == PADDING:
             return key, None
         try:
-            return key, self._read(epoch, index, seed)
+            return key, self._read(epoch, index)
         except BadSample as bad:
             # Returned, not raised: DataLoader cannot carry it out of a worker whole.
             return key, bad
@@ -234,9 +242,9 @@ class _SampleDataset(Dataset[Any]):
             where = f"sample {index} of {type(self.dataset).__name__}"
             return key, BadSample(where, repr(error))
 
-    def _read(self, epoch: int, index: int, seed: int) -> Any:
+    def _read(self, epoch: int, index: int) -> Any:
         if not isinstance(self.dataset, SampleReader):
-            seed_all(seed)
+            seed_all(sample_seed(self.seed, epoch, index))
             if self._has_many:
                 return self.dataset.__getitems__([index])[0]
             return self.dataset[index]
@@ -262,7 +270,7 @@ class Collate:
 
     def __init__(self, collate_fn: CollateFn, seed: int, *, skip: bool = False) -> None:
         self._collate_fn, self._seed, self._skip = collate_fn, seed, skip
-        self._is_default = collate_fn is default_collate
+        self.is_default = collate_fn is default_collate
         self._makes_pairs: bool | None = None  # not known yet
 
     def __call__(self, samples: list[tuple[Key, Any]]) -> LoadedBatch:
@@ -285,7 +293,7 @@ class Collate:
             batch = self._call(rows, epoch, indices)
         # Returned, as a `BadSample` is: `raise_if_bad` raises it in the rank.
         except (KeyError, RuntimeError, TypeError) as error:
-            if not self._is_default:
+            if not self.is_default:
                 raise
             return LoadedBatch(_refused(rows, indices, error), None, indices, skipped)
         if self._makes_pairs is None:
@@ -301,7 +309,7 @@ class Collate:
         return LoadedBatch(mixed, None, indices, skipped)
 
     def _is_pair_of_any_length(self, batch: Any, rows: list[Any]) -> bool:
-        if self._is_default:  # it makes a list of a row with two parts, or of texts
+        if self.is_default:  # it makes a list of a row with two parts, or of texts
             is_text = isinstance(rows[0], str | bytes)
             return isinstance(rows[0], Sequence) and not is_text and _is_pair(batch)
         found = [batch]
@@ -312,15 +320,13 @@ class Collate:
         return all(map(_is_pair, found))
 
     def _call(self, rows: list[Any], epoch: int, indices: Indices) -> Any:
-        if self._is_default:  # it draws nothing
-            return self._collate_fn(rows)
-        with own_random_state():
+        if not self.is_default:  # which draws nothing
             seed_all(batch_seed(self._seed, epoch, indices))
-            return self._collate_fn(rows)
+        return self._collate_fn(rows)
 
     def draws(self, sample: Any) -> bool:
         """Whether ``collate_fn`` draws from torch, numpy or `random`; local."""
-        if self._is_default:
+        if self.is_default:
             return False
         with own_random_state():
             before = random_state()

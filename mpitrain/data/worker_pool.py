@@ -27,6 +27,7 @@ from mpitrain.data.workers import (
     StartMethod,
     build_loader,
     deaths_named,
+    next_batch,
     worker_context,
 )
 from mpitrain.launch.cpu import cores_for_workers
@@ -80,8 +81,7 @@ class _Worker:
             request_batch(self._batches)
 
     def take(self) -> Any:
-        with deaths_named(self._loader.num_workers):
-            return next(self._batches)
+        return next_batch(self._loader, self._batches)
 
 
 class WorkerPool:

@@ -18,6 +18,7 @@ from typing import Any, Literal
 import torch
 from torch.utils.data import DataLoader
 
+from mpitrain.data.randomness import own_random_state
 from mpitrain.data.samples import LoadedBatch
 from mpitrain.errors import DataError
 
@@ -88,10 +89,24 @@ def _no_worker_warning() -> Iterator[None]:
 
 def iterate_loader(loader: DataLoader[Any]) -> Iterator[LoadedBatch]:
     """Yield what a loader reads; the end of a killed worker is a `DataError`."""
-    with deaths_named(loader.num_workers):
-        with _no_worker_warning():
-            batches = iter(loader)
-        yield from batches
+    with deaths_named(loader.num_workers), _no_worker_warning():
+        batches = iter(loader)
+    while (batch := next_batch(loader, batches)) is not None:
+        yield batch
+
+
+def next_batch(loader: DataLoader[Any], batches: Iterator[Any]) -> LoadedBatch | None:
+    """Return the next batch of an iterator of ``loader``; ``None``: there is none.
+
+    Raises:
+        DataError: A worker was killed.
+    """
+    # Without workers the data set seeds this process, and the model draws in it, too.
+    # Here, once for a batch: the state of NumPy is slow to take and set.
+    is_seeded = not loader.num_workers and getattr(loader.dataset, "is_seeded", False)
+    random_numbers = own_random_state() if is_seeded else contextlib.nullcontext()
+    with deaths_named(loader.num_workers), random_numbers:
+        return next(batches, None)
 
 
 @contextlib.contextmanager

@@ -14,11 +14,13 @@ import numpy as np
 import pytest
 import torch
 from data_files import write_folder
+from test_data import LONE
 from torch import Tensor
 from torch.utils.data import IterableDataset, default_collate
 
 from mpitrain.data.iterable import IterableStyle
 from mpitrain.data.map_style import MapStyle
+from mpitrain.data.randomness import random_state
 from mpitrain.data.samples import BadSample
 from mpitrain.data.sharding import RankShard
 from mpitrain.errors import DataError
@@ -188,14 +190,43 @@ def test_what_collate_fn_draws_is_the_same_on_resume() -> None:
     assert rest.items() < drawn(of_map_style()).items()
 
 
-def test_collate_fn_leaves_the_random_numbers_of_the_process() -> None:
-    samples = of_map_style()
-    batches = samples.batches(SHARD, 1)
-    torch.manual_seed(3)
+class Noisy(IterableDataset[Any]):
+    """Samples that draw, by their number or one after another."""
+
+    def __getitem__(self, index: int) -> Any:
+        return index + random.random() + np.random.random() + float(torch.rand(()))
+
+    def __iter__(self) -> Iterator[Any]:
+        return map(self.__getitem__, range(20))
+
+    def __len__(self) -> int:
+        return 20
+
+
+@pytest.mark.parametrize("collate_fn", [noisy, default_collate])
+@pytest.mark.parametrize("kind", ["map-style", "auto", "stream"])
+def test_to_read_leaves_the_random_numbers_of_the_process(
+    kind: str, collate_fn: Any
+) -> None:
+    options: dict[str, Any] = {"seed": 1, "collate_fn": collate_fn}
+    order = SHARD.order
+    if kind == "stream":
+        samples: Any = IterableStyle(Noisy(), **options)
+        order = None
+    else:
+        dataset = range(20) if collate_fn is noisy else Noisy()
+        num_workers = 0 if kind == "map-style" else "auto"
+        options |= {"num_workers": num_workers, "world": LONE}
+        samples = MapStyle(dataset, **options)
+    before = random_state()
+    batches = samples.batches(replace(SHARD, order=order), 1)
     next(batches)
-    found = torch.rand(2)
-    torch.manual_seed(3)
-    assert torch.equal(found, torch.rand(2))
+    samples.example()
+    if kind != "stream":
+        samples.read(np.arange(3), 1, 1)
+    assert random_state() == before
+    batches.close()
+    samples.close()
 
 
 @pytest.mark.parametrize(
