@@ -94,17 +94,21 @@ def map_tensors(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
     """Apply a function to every tensor of dicts, lists, tuples and dataclasses."""
     if isinstance(tree, Tensor):  # the common case: a pytree costs 10 us
         return function(tree)
-    return tree_map(functools.partial(_map_leaf, function), tree)
+
+    def map_leaf(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            return function(leaf)
+        return _map_fields(functools.partial(map_tensors, function), leaf)
+
+    return tree_map(map_leaf, tree)
 
 
-def _map_leaf(function: Callable[[Tensor], Tensor], leaf: Any) -> Any:
-    if isinstance(leaf, Tensor):
-        return function(leaf)
+def _map_fields(function: Callable[[Any], Any], leaf: Any) -> Any:
     if not dataclasses.is_dataclass(leaf) or isinstance(leaf, type):
         return leaf
     mapped = copy.copy(leaf)
     for each in dataclasses.fields(leaf):
-        value = map_tensors(function, getattr(leaf, each.name))
+        value = function(getattr(leaf, each.name))
         object.__setattr__(mapped, each.name, value)  # it may be frozen
     return mapped
 
@@ -135,25 +139,45 @@ def leaves_of(tree: Any) -> list[Any]:
 def digest(tree: Any) -> str:
     """Return a short text that is equal if all tensors of two trees are equal."""
     found = hashlib.sha256()
-    for leaf in leaves_of(tree):
-        if isinstance(leaf, Tensor):
-            # As bytes: NumPy has no bfloat16.
-            raw = leaf.cpu().reshape(-1).contiguous().view(torch.uint8)
-            found.update(raw.numpy().tobytes())
+    tensors = [leaf for leaf in leaves_of(tree) if isinstance(leaf, Tensor)]
+    for leaf in (part for tensor in tensors for part in _dense_parts(tensor)):
+        # As bytes: NumPy has no bfloat16.
+        raw = leaf.cpu().reshape(-1).contiguous().view(torch.uint8)
+        found.update(raw.numpy().tobytes())
     return found.hexdigest()[:16]
+
+
+def _dense_parts(tensor: Tensor) -> list[Tensor]:
+    """Return the tensors that a sparse or nested one consists of; of another itself."""
+    if tensor.layout == torch.sparse_coo:
+        tensor = tensor.coalesce()
+        return [tensor.indices(), tensor.values()]
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
+    if tensor.is_nested:
+        return list(tensor.unbind())
+    return [tensor.resolve_conj().resolve_neg()]  # of these no bytes can be viewed
 
 
 def to_device(tree: Any, device: str) -> Any:
     """Move every tensor to a device, and every object that has a method ``to``."""
 
+    def moves_itself(leaf: Any) -> bool:
+        return callable(getattr(leaf, "to", None)) and not isinstance(leaf, type)
+
     def move(leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
             return leaf.to(device, non_blocking=True)
-        if callable(getattr(leaf, "to", None)) and not isinstance(leaf, type):
+        if moves_itself(leaf):
             return leaf.to(device)
-        return _map_leaf(move, leaf)
+        return _map_fields(lambda value: to_device(value, device), leaf)
 
-    return move(tree) if isinstance(tree, Tensor) else tree_map(move, tree)
+    if isinstance(tree, Tensor):
+        return move(tree)
+    # `is_leaf`: a `PackedSequence` is a tuple, of which one part stays on the CPU.
+    return tree_map(move, tree, is_leaf=moves_itself)
 
 
 def to_dtype(tree: Any, dtype: torch.dtype) -> Any:

@@ -88,6 +88,11 @@ class TrainData:
         self._transformed = set[bool]()  # in training, in an evaluation
         self.num_steps = self._num_steps()
         task.set_up(config, world, self.train, self.val)
+        if task.prepends_partner and self.train.may_skip:
+            raise UsageError(
+                f"{type(task).__name__}.prepends_partner needs the samples of a step "
+                "beforehand; found iterable data or --on-bad-sample skip"
+            ).on_all_ranks()
 
     @property
     def val(self) -> Samples:
