@@ -17,6 +17,7 @@ from mpitrain.errors import DataError, UsageError
 from mpitrain.mpi.shared_arrays import Communicator
 from mpitrain.tasks.stages import Stage
 from mpitrain.tasks.task import Task
+from mpitrain.torch_compat import multiply_all
 from mpitrain.train.scheduled_optimizers import (
     ScheduledOptimizer,
     add_schedulers,
@@ -48,6 +49,11 @@ NO_GRADIENT = (
 SCALE_GROWTH_INTERVAL = 2000  # steps until the fp16 loss scale doubles, as in torch.amp
 
 INITIAL_SCALE = 65536.0
+
+LOST_RATE = (
+    "a callback has set `lr` in a group of the optimizer, and the configured schedule "
+    "sets it in each step; expected scheduler="
+)
 
 REPLACED = "optimizer", "lr", "scale_lr", "momentum", "weight_decay", "bias_decay"
 REPLACED_SCHEDULE = "schedule", "warmup_epochs", "warmup_steps"
@@ -226,6 +232,7 @@ class OptimizerWrapper:
         self._before: dict[str, Tensor] = {}  # float buffers
         # The host has the loss scale, and what the passes of a step have in common.
         self.may_defer = not self.scale.can_shrink and len(self.names) == 1
+        self._warned = set[str]()
         self._has_stopped: Tensor | None = None  # bool `()`, on the device
         averaged = {} if config.ema_decay is None else self._state()
         self.ema_values = {
@@ -256,9 +263,9 @@ class OptimizerWrapper:
         """
         self._step = epoch, step
         self._present = [it for it in self.optimizers if it.name == name]
-        for it in self._present:
-            if it.scheduler is None:
-                it.set_rates(rate_of)
+        scheduled = [it for it in self._present if it.scheduler is None]
+        has_lost = [it.set_rates(rate_of) for it in scheduled]
+        self._warn_once("rates", LOST_RATE, is_due=any(has_lost))
         named = self._named_weights.values()
         # Not zeros: an optimizer leaves a weight without gradient alone, but would
         # decay one with zeros.
@@ -278,6 +285,24 @@ class OptimizerWrapper:
         if self._may_skip:
             buffers = self._strategy.float_buffers()
             self._before = {name: tensor.clone() for name, tensor in buffers.items()}
+
+    def warn_of_settings(self) -> None:
+        """Warn of what a callback has set in a group, if a checkpoint lacks it."""
+        # Of the user's optimizers it has all. The configured one is made by the
+        # configuration again, with other groups where the strategy is another.
+        one = self.optimizers[0]
+        found = "" if self.form or one.scheduler is not None else one.changed_settings()
+        self._warn_once(
+            "groups",
+            f"a callback has set {found} in a group of the configured optimizer; a "
+            "checkpoint does not have that. Expected optimizer=, whose groups it has",
+            is_due=bool(found),
+        )
+
+    def _warn_once(self, what: str, words: str, *, is_due: bool) -> None:
+        if is_due and what not in self._warned and self._strategy.world.is_rank_zero:
+            logger.warning("%s", words)
+            self._warned.add(what)
 
     @contextmanager
     def ema_weights(self) -> Iterator[None]:
@@ -347,8 +372,7 @@ class OptimizerWrapper:
         if max_norm is not None and norm > max_norm:
             factor *= max_norm / norm
         if factor != 1.0:
-            for gradient in gradients:
-                gradient.mul_(factor)
+            multiply_all(gradients, factor)
         for it in self._present:
             self._apply(it)
         self.scale.grow()
@@ -416,8 +440,7 @@ class OptimizerWrapper:
         """Step the schedulers of steps; return the learning rates before."""
         lrs = [float(group["lr"]) for group in self.param_groups]
         for it in self.optimizers:
-            if it.interval == "step":
-                it.step_scheduler({})
+            it.end_step()
         return lrs
 
     def end_epoch(self, metrics: Mapping[str, float]) -> None:
