@@ -60,14 +60,14 @@ class DataConfig:
         None, is_common=True, not_with=("data", "digits", "synthetic")
     )
     """Folder of the data set, or the HDF5 file. Default: data."""
-    image_size: int | None = setting(None, minimum=1, is_common=True)
+    image_size: int | None = setting(None, minimum=1, is_common=True, is_for_task=True)
     """Resize images to this height and width. Default: keep; 224 if sizes differ."""
     num_workers: NumWorkers | None = resumable(None, minimum=0, is_common=True)
     """Data-loading processes per rank. auto: finds the best number. Default: auto for
     folder, hdf5 and shards; else 0."""
-    random_crop: int = setting(0, minimum=0)
+    random_crop: int = setting(0, minimum=0, is_for_task=True)
     """Pad training images by this many pixels and crop at random."""
-    random_flip: bool = False
+    random_flip: bool = setting(False, is_for_task=True)
     """Flip training images horizontally at random."""
     random_resized_crop: bool = command_only(
         False, only_with=("data", "folder", "hdf5", "shards")
@@ -144,11 +144,11 @@ class LearningConfig:
     """With --schedule step: decay the learning rate every N epochs."""
     decay_factor: float = setting(0.1, minimum=0, only_with=("schedule", "step"))
     """With --schedule step: multiply the learning rate by this."""
-    label_smoothing: float = setting(0.0, minimum=0, below=1)
+    label_smoothing: float = setting(0.0, minimum=0, below=1, is_for_task=True)
     """Label smoothing, from 0 to 1."""
-    mixup: float = setting(0.0, minimum=0)
+    mixup: float = setting(0.0, minimum=0, is_for_task=True)
     """Mixup alpha; 0: off."""
-    cutmix: float = setting(0.0, minimum=0)
+    cutmix: float = setting(0.0, minimum=0, is_for_task=True)
     """CutMix alpha; 0: off. With --mixup, each step uses one of both at random."""
     clip_grad_norm: float | None = setting(None, above=0)
     """Clip the gradient norm to this value."""

@@ -46,6 +46,7 @@ class FlagFacts:
     may_change: bool = False
     changes_bits: bool = False  # although it may change: the rounding, with --bitwise
     is_for_command: bool = False  # `Trainer` in a script ignores it
+    is_for_task: bool = False  # a task without it in `Task.uses_settings` ignores it
     has_flag: bool = True
     is_set_by_sweep: bool = False  # for each trial
     in_diff: bool = True  # `mpitrain diff` names it

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -82,6 +82,10 @@ class Task:
     """Whether each micro-batch has one sample more in front: the one before its first
     in the step, on whatever rank."""
 
+    uses_settings: Sequence[str] = ()
+    """Fields of the `TrainConfig` that are for some tasks alone, such as ``mixup``, and
+    that this one reads; of others that are set, a warning says that they do nothing."""
+
     collate_fn: CollateFn | None = None
     """`DataLoader`'s: makes a batch of a list of samples; ``None``: torch's."""
 
@@ -107,6 +111,13 @@ class Task:
                 f"task={self!r}; expected an object of a class of mpitrain.Task that "
                 "no other Trainer has"
             )
+        for name in dir(self):
+            if name.startswith("on_") or name == "test_step":
+                raise UsageError(
+                    f"{type(self).__name__}.{name} is never called; expected a hook of "
+                    "a mpitrain.Callback, passed in callbacks=, or for a test set "
+                    "validation_step"
+                )
         found: Callable[[], Any] = weakref.ref(trainer)
         self._has_trainer = True
         if collate_fn is not None:

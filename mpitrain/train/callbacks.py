@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
@@ -157,7 +158,7 @@ class Hooks(dict[str, list[Callable[..., None]]]):
             # Only what is overridden: a hook of each step is called thousands of times.
             for name, found in self.items():
                 if getattr(type(callback), name) is not getattr(Callback, name):
-                    found.append(getattr(callback, name))
+                    found.append(_checked(callback, name))
         # `Checkpointer` runs last, so here first: in `on_stop` the others hear
         # `on_checkpoint` of its last one before they close their files.
         for name in ("on_fit_end", "on_stop", "on_exception"):
@@ -170,6 +171,22 @@ class Hooks(dict[str, list[Callable[..., None]]]):
                 hook(trainer, error)
             except Exception:  # the first error is the one to report
                 logger.exception("a callback's on_exception failed")
+
+
+def _checked(callback: Callback, name: str) -> Callable[..., None]:
+    """Return a hook, if it takes what it is called with: some are called late."""
+    hook: Callable[..., None] = getattr(callback, name)
+    names = [*inspect.signature(getattr(Callback, name)).parameters][1:]
+    try:
+        inspect.signature(hook).bind(*names)
+    except TypeError:
+        raise UsageError(
+            f"{type(callback).__name__}.{name}{inspect.signature(hook)}; expected the "
+            f"arguments {', '.join(names)}"
+        ).on_all_ranks() from None
+    except ValueError:  # written in C, without a signature
+        pass
+    return hook
 
 
 def in_order(callbacks: Sequence[Callback]) -> list[Callback]:

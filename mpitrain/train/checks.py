@@ -27,6 +27,18 @@ MAX_NAMED = 4  # weights that a message names
 INTEGERS = (torch.uint8, torch.int16, torch.int32, torch.int64, torch.bool)
 
 
+VARIES = (
+    "%s has other shapes in other batches, %s now: if that is padding, it counts, and "
+    "differs with the number of ranks. Return values and weights, 0 at padding, or a "
+    "mean of each sample, (N,)"
+)
+PAIRS = (
+    "%s is %s, a value of each pair of two samples, and of other pairs in other "
+    "batches: outputs (N, 1) beside targets (N,) make such. Expected a value of each "
+    "sample, (N,): outputs.squeeze(1)"
+)
+
+
 def check_same_config(config: TrainConfig, ranks: Communicator) -> None:
     """Refuse configurations that differ between ranks; collective."""
     settings = config.as_plain("").items()
@@ -59,16 +71,13 @@ def warn_of_values(values: Mapping[str, Any], warned: set[Any]) -> Mapping[str, 
     # ``warned`` has names that were warned of, and pairs of a name and a shape seen.
     for name, it in values.items():
         if getattr(it, "ndim", 0) > 1 and (name, it.shape[1:]) not in warned:
-            varies = any(type(key) is tuple and key[0] == name for key in warned)
+            others = [k[1] for k in warned if type(k) is tuple and k[0] == name]
             warned.add((name, it.shape[1:]))
-            if varies and name not in warned and dist.get_rank() == 0:
+            if others and name not in warned and dist.get_rank() == 0:
                 warned.add(name)
-                logger.warning(
-                    "%s has other shapes in other batches, %s now: if that is padding, "
-                    "it counts, and differs with the number of ranks. Return values "
-                    "and weights, 0 at padding, or a mean of each sample, (N,)",
-                    *(name, tuple(it.shape)),
-                )
+                # Of (N, 1) and (N,); the shape that was seen first may be no square.
+                are_pairs = it.ndim == 2 and it.shape[0] == it.shape[1]
+                logger.warning(PAIRS if are_pairs else VARIES, *(name, tuple(it.shape)))
     found = {
         name
         for name, it in values.items()
@@ -86,8 +95,17 @@ def warn_of_values(values: Mapping[str, Any], warned: set[Any]) -> Mapping[str, 
     return values
 
 
-def warn_of_ignored(config: TrainConfig, callbacks: Sequence[Callback]) -> None:
+def warn_of_ignored(
+    config: TrainConfig, callbacks: Sequence[Callback], task: Task
+) -> None:
     """Warn of fields that are set and that have no effect in a script."""
+    of_tasks = {name for name, facts in config.changed.items() if facts.is_for_task}
+    if ignored := of_tasks.difference(task.uses_settings):
+        logger.warning(
+            "%s does not use %s of the TrainConfig; expected that in the step or in "
+            "the data set, or ImageClassification",
+            *(type(task).__name__, ", ".join(sorted(ignored))),
+        )
     changed = {name for name, facts in config.changed.items() if facts.is_for_command}
     if ignored := changed.difference(*(it.uses_settings for it in callbacks)):
         logger.warning(
@@ -192,6 +210,45 @@ def shown_names(names: Sequence[object], most: int = MAX_NAMED, by: str = ", ") 
     return by.join(map(str, names[:most])) + (f" and {more} more" if more > 0 else "")
 
 
+def warn_of_model(model: nn.Module, config: TrainConfig) -> None:
+    """Say what of a model as the user made it may not be meant; local.
+
+    Parts in evaluation mode keep it. A frozen batch norm, which is meant, has no parts;
+    a model that is in that mode as a whole is put into training mode.
+    """
+    found: list[str] = []
+    for name, module in model.named_modules() if model.training else ():
+        is_within = any(name.startswith(f"{parent}.") for parent in found)
+        if module.training or is_within or not any(module.children()):
+            continue
+        if any(weight.requires_grad for weight in module.parameters()):
+            found.append(name)
+    if found:
+        logger.warning(
+            "%s: in evaluation mode, as from_pretrained() returns a model, and kept in "
+            "it, without dropout, though weights of it are trained. Expected "
+            "model.train() before the Trainer, if that is not meant",
+            shown_names(found),
+        )
+    if config.precision != "fp64" and any(
+        weight.dtype == torch.float64 for weight in model.parameters()
+    ):
+        logger.warning(
+            "the model is of float64, and is trained in float32; expected precision="
+            "'fp64' in the TrainConfig, if that is not meant"
+        )
+
+
+def explain_no_grad(error: BaseException) -> None:
+    """Say how a validation computes derivatives, to an error of one that cannot."""
+    if "does not require grad" in str(error):
+        error.add_note(
+            "Validations and predictions run under torch.no_grad(); expected `with "
+            "torch.enable_grad():` around what computes derivatives, in the step or in "
+            "forward"
+        )
+
+
 def explain_call(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], error: Exception
 ) -> None:
@@ -222,6 +279,11 @@ def explain_call(
                 f"{type(model).__name__}.forward({names}) was called with {given}: "
                 f"{why}. Expected the arguments of the model: {expected}"
             ) from None
+    if args and isinstance(args[0], list) and len(args[0]) == 1:
+        hint = (
+            "; samples of a TensorDataset of one tensor are lists of it: expected "
+            "list(tensor) as the data set, or a TensorDataset of inputs and targets"
+        )
     note = f"{type(model).__name__} was called with {given}{hint}"
     if args and getattr(args[0], "dtype", None) in INTEGERS:
         note += (

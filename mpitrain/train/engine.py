@@ -16,7 +16,7 @@ from torch.nn.parameter import is_lazy
 from mpitrain.config import TrainConfig
 from mpitrain.data.custom import check_data_set, warn_if_collate_draws
 from mpitrain.data.loader import Batch, BatchLoader
-from mpitrain.data.randomness import rank_seed
+from mpitrain.data.randomness import own_random_state, rank_seed
 from mpitrain.data.samples import kind_of
 from mpitrain.data.sampling import Sampling
 from mpitrain.errors import DataError, UsageError
@@ -29,7 +29,9 @@ from mpitrain.train.checks import (
     MAX_NAMED,
     check_same_config,
     explain_call,
+    explain_no_grad,
     refuse_buffers,
+    warn_of_model,
 )
 from mpitrain.train.data import TrainData
 from mpitrain.train.evaluate import (
@@ -147,6 +149,8 @@ class Engine:
             example = self.data.loader(samples).example()
             initialize_lazy(model.to(world.device), example.inputs)
         check_same_model(model, self.ranks, strategy.report_dependence)
+        if world.is_rank_zero:
+            warn_of_model(model, config)
         self.model = prepare_model(model, world, config)
         self._begins_sharded = False
         if is_on_meta(self.model):
@@ -279,7 +283,9 @@ class Engine:
             self.part.head.train()
             return
         self.model.train()
-        for module in (*self._in_eval_mode, *self._frozen):
+        for module in self._in_eval_mode:  # not its parts, which may be in training
+            module.training = False
+        for module in self._frozen:
             module.eval()
 
     def begin_pass(
@@ -409,20 +415,22 @@ class Engine:
     @contextlib.contextmanager
     def _evaluation(self, loader: BatchLoader) -> Iterator[Model]:
         """Return the model in evaluation mode, with its EMA's weights."""
-        # A callback may evaluate within an epoch, and the training continues.
+        # A callback may evaluate within an epoch, and the training continues, also with
+        # the random numbers that it would have had.
         was_training = any(module.training for module in self.model.modules())
         self.model.eval()
         # A stage that caches features validates on them; other data are whole samples.
         is_on_part = loader in self.data.val_loaders.values()
         is_on_part |= self.part.samples is None
         module = self.strategy.module if is_on_part else self.model
-        with self.optimizer.ema_weights():
+        with self.optimizer.ema_weights(), own_random_state(self.world.device):
             # Within the context: averages of buffers are each rank's own, too.
             self.strategy.broadcast_buffers()
             try:
                 yield functools.partial(self.forward, module)
-            except BaseException:
+            except BaseException as error:
                 loader.skipped.clear()  # a resumed job evaluates all of it again
+                explain_no_grad(error)
                 raise
             finally:
                 self.strategy.reshard()  # callbacks find the weights of the optimizer

@@ -320,8 +320,10 @@ def _check_equal_norms(norms: list[float], step: int) -> None:
     if high - low > MAX_NORM_DIFFERENCE * high:
         raise UsageError(
             f"the norm of the gradient in step {step} is {low:.6g} to {high:.6g} on "
-            "the ranks; expected the same on all: let the strategy reduce gradients "
-            "of every weight in reduce_gradients(), or in the backward pass"
+            "the ranks; expected the same on all. With ddp: a loss of what the model "
+            "returns, not of its derivatives alone (add 0 * outputs.sum()). Of a "
+            "custom Strategy: gradients of every weight reduced in reduce_gradients(), "
+            "or in the backward pass"
         ).on_all_ranks()
 
 

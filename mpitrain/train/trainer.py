@@ -481,7 +481,7 @@ class Trainer:
         """Set up and start the callbacks; tell them of an exception; close workers."""
         assert self.world is not None
         if self.world.is_rank_zero and not self.uses_whole_config:
-            checks.warn_of_ignored(self.config, self.callbacks)
+            checks.warn_of_ignored(self.config, self.callbacks, self.task)
         engine = self.engine if self._is_set_up else self.set_up()
         self._is_set_up = False
         try:

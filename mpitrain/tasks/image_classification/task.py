@@ -49,6 +49,15 @@ class ImageClassification(Task):
         num_classes: Of the data set, to check the number of the model's outputs.
     """
 
+    uses_settings = (
+        "image_size",
+        "random_crop",
+        "random_flip",
+        "label_smoothing",
+        "mixup",
+        "cutmix",
+    )
+
     def __init__(
         self, mean_std: Statistics | None = None, num_classes: int | None = None
     ) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from mpitrain.config import TrainConfig
 from mpitrain.data import sharding
 from mpitrain.data.custom import Samples
+from mpitrain.data.randomness import seed_all, step_seed
 from mpitrain.data.samples import to_dtype
 from mpitrain.data.sharding import MicroBatchAssignment
 from mpitrain.errors import UsageError
@@ -345,7 +346,12 @@ class Strategy:
             broadcast_coalesced(dist.group.WORLD, buffers, BUCKET_BYTES, 0)
 
     def seed_evaluation_batch(self, number: int) -> None:
-        """Seed what a batch of an evaluation draws, if that is to be the same."""
+        """Seed what a batch of an evaluation draws: the same on any number of ranks.
+
+        Batches of an evaluation do not depend on it; training's epochs begin with 1.
+        """
+        seed = step_seed(self.config.seed, 0, 0, f"{number}")
+        seed_all(seed, self.world.device)
 
     def reshard(self) -> None:
         """Shard weights again that a pass has gathered: they have changed; local."""

@@ -280,10 +280,6 @@ class BitwiseDDPStrategy(Strategy):
                 whole[number] = weight
         return sum_exactly(sum_over_ranks(whole).tolist())
 
-    def seed_evaluation_batch(self, number: int) -> None:
-        """Seed a batch of an evaluation; training's epochs begin with 1."""
-        seed_micro_batch(self.config.seed, 0, 0, number, self.world.device)
-
     def _copy_buffers(self) -> dict[str, Tensor]:
         return {name: it.clone() for name, it in self.named_buffers().items()}
 

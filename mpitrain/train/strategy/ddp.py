@@ -25,6 +25,9 @@ DDP_HINTS = {
     "mark a variable ready only once": "Expected use_reentrant=False where activations "
     "are checkpointed, and tensors as outputs; or, if each step uses every weight, "
     "--find-unused-parameters never",
+    "find_unused_parameters=True` is enabled": "Expected what the model returns to be "
+    "a part of the loss. Where that is of derivatives alone, let forward compute and "
+    "return them, or add 0 * outputs.sum()",
     "finished reduction in the prior": "Expected --find-unused-parameters always",
 }
 
@@ -81,9 +84,9 @@ class DDPStrategy(Strategy):
             with nullcontext() if is_last else self.module.no_sync():
                 yield
         except RuntimeError as error:
-            for reason, hint in DDP_HINTS.items():
-                if reason in str(error):
-                    error.add_note(hint)
+            found = [hint for reason, hint in DDP_HINTS.items() if reason in str(error)]
+            for hint in found[:1]:
+                error.add_note(hint)
             raise
 
     def call(self, module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:

@@ -23,6 +23,9 @@ from mpitrain.train.precision import DTYPES
 from mpitrain.train.strategy.base import Strategy
 from mpitrain.train.strategy.ddp import DDPStrategy
 
+# What torch says of a freed weight, by a part of it.
+FREED = "storage of size 0", "not allocated yet"
+
 
 class FSDPStrategy(Strategy):
     """Shards the model in place; a pass gathers the weights of one block at a time."""
@@ -74,7 +77,15 @@ class FSDPStrategy(Strategy):
     def micro_batch(self, *, is_last: bool) -> Iterator[None]:
         """Return a context: gradients are reduced in the last micro-batch only."""
         self.model.set_requires_gradient_sync(is_last)  # type: ignore[operator]
-        yield
+        try:
+            yield
+        except RuntimeError as error:
+            if any(reason in str(error) for reason in FREED):
+                error.add_note(
+                    "With --strategy fsdp whole weights are freed after the forward "
+                    "pass; expected --strategy ddp, or derivatives within forward"
+                )
+            raise
 
     def call(self, module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
         """Call a module, which casts by itself."""
