@@ -28,6 +28,24 @@ def choice_of_three(folder: Path, file: Path) -> NodeChoice:
     )
 
 
+@pytest.mark.parametrize(
+    ("program", "is_script"),
+    [
+        ("python -m mpitrain --epochs 3", False),
+        ("python -m mpitrain run train.py", True),
+        ("python train.py", True),
+        ("python -m mpitrain stage -- python -m mpitrain --epochs 3", False),
+        ("python -m mpitrain stage --to /tmp -- python -m mpitrain run x.py", True),
+        ("python -m mpitrain stage -- python x.py -- stage", True),
+    ],
+)
+def test_a_script_is_known_although_stage_starts_it(
+    program: str, is_script: bool
+) -> None:
+    words = parse_words(["mpirun", *program.split()], LAUNCHERS["openmpi"])
+    assert words.is_script == is_script
+
+
 def test_a_full_disk_leaves_the_nodes_as_they_were(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

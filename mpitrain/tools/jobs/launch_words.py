@@ -42,7 +42,11 @@ class LaunchWords:
     @property
     def is_script(self) -> bool:
         """Whether the program is a script, which may write no result."""
-        return self.program[1:3] != ("-m", "mpitrain") or self.program[3:4] == ("run",)
+        words = self.program
+        # `stage` starts any of them; its own flags stand before the --.
+        if words[1:4] == ("-m", "mpitrain", "stage") and "--" in words:
+            words = words[words.index("--") + 1 :]
+        return words[1:3] != ("-m", "mpitrain") or words[3:4] == ("run",)
 
     @property
     def exported(self) -> list[str]:
