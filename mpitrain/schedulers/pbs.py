@@ -98,10 +98,11 @@ def _seconds_of(name: str, text: str) -> float | None:
     return (hours * 60 + minutes) * 60 + seconds
 
 
-def has_ended_job() -> bool:
+def has_ended_job(output_begin: int) -> bool:
     """Whether PBS itself ends this job, since it lost a node, or since time is up.
 
-    Only its message in the job's output tells that from qdel, which leaves none.
+    Only its message in the job's output tells that from qdel, which leaves none. What
+    stands before `output_begin`, in bytes, is of earlier jobs with the same file.
     """
     # PBS writes it into the file of stderr; a terminal or a pipe cannot be read again.
     if not stat.S_ISREG(os.fstat(2).st_mode):
@@ -109,6 +110,7 @@ def has_ended_job() -> bool:
     with contextlib.suppress(OSError):
         ends = b"=>> PBS: job killed: node ", b"=>> PBS: job killed: walltime "
         with Path("/proc/self/fd/2").open("rb") as output:
+            output.seek(output_begin)
             return any(line.startswith(ends) for line in output)
     return False
 

@@ -395,6 +395,38 @@ def test_a_job_that_pbs_has_ended_is_followed_by_another_and_a_cancelled_one_say
     assert ("submit it again" in said) != is_submitted
 
 
+@pytest.mark.parametrize("is_ended", [True, False])
+def test_a_message_of_pbs_for_an_earlier_job_in_the_same_file_is_not_of_this_one(
+    is_ended: bool, tmp_path: Path
+) -> None:
+    message = "=>> PBS: job killed: walltime 105 exceeded limit 100"
+    programs = {
+        "mpiexec": "trap 'exit 75' USR2; "
+        f"{f'echo {message!r} >&2; ' * is_ended}"
+        "kill -TERM $PPID; for i in {1..50}; do sleep 0.1; done",
+        "qsub": "touch submitted",
+    }
+    for name, line in programs.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{line}\n")
+        (tmp_path / name).chmod(0o755)
+    output = tmp_path / "output"
+    output.write_text(f"{message}\n")
+    words = ["--jobs", "2", "--script", "job.sh", "--launcher", "pals", "--"]
+    words += ["mpiexec", "python", "-m", "mpitrain", "--name", "mine"]
+    with output.open("a") as file:
+        done = subprocess.run(
+            [sys.executable, "-m", "mpitrain", "supervise", *words],
+            cwd=tmp_path,
+            env={**os.environ, **PBS_JOB, "PATH": f"{tmp_path}:{os.environ['PATH']}"},
+            stderr=file,
+            timeout=60,
+        )
+    said = output.read_text()
+    assert done.returncode == 75, said
+    assert (tmp_path / "submitted").exists() == is_ended, said
+    assert ("submit it again" in said) != is_ended
+
+
 def test_the_next_job_is_submitted_where_pbs_has_removed_the_folder_of_this_one(
     tmp_path: Path,
 ) -> None:

@@ -213,11 +213,17 @@ def job_number(environ: Mapping[str, str]) -> int:
 
 
 def requeue(
-    environ: Mapping[str, str], script: str | None, *, terminated: bool, end: float
+    environ: Mapping[str, str],
+    script: str | None,
+    *,
+    terminated: bool,
+    end: float,
+    output_begin: int = 0,
 ) -> None:
     """Requeue the job (SLURM) or submit its script (PBS), unless it was cancelled.
 
-    The scheduler ends this job at `end`, monotonic.
+    The scheduler ends this job at `end`, monotonic. The file of stderr had
+    `output_begin` bytes when the job began.
     """
     scheduler = detect(environ)
     job_id = scheduler.job_id or ""
@@ -225,7 +231,8 @@ def requeue(
         continues = not terminated or slurm.is_running(job_id)
         command = ["scontrol", "requeue", job_id]
     else:  # after a preemption PBS runs it again by itself
-        continues = script is not None and (not terminated or pbs.has_ended_job())
+        is_ended = terminated and pbs.has_ended_job(output_begin)
+        continues = script is not None and (not terminated or is_ended)
         # The next job knows nothing else of qsub's command line.
         number = str(job_number(environ) + 1)
         environ = {"ARGS": "", **environ, JOB_NUMBER: number}

@@ -309,6 +309,7 @@ def _train(
 ) -> tuple[Supervisor, int]:
     """Start a training until it is finished, or has had its starts; requeue the job."""
     scheduler, run_dir = detect(environ).name, config.run_dir
+    output_begin = os.fstat(2).st_size  # several jobs may append to one file
     restarts = config.restarts
     if config.jobs == 1:
         restarts = restarts or 0
@@ -388,8 +389,13 @@ def _train(
             is_unclear = status == HANG_STATUS or not supervisor.error
             probes = is_unclear or training.num_failures > 0
     if action == "requeue":
-        terminated, end = supervisor.is_terminated, supervisor.end
-        chain.requeue(environ, config.script, terminated=terminated, end=end)
+        chain.requeue(
+            environ,
+            config.script,
+            terminated=supervisor.is_terminated,
+            end=supervisor.end,
+            output_begin=output_begin,
+        )
     return supervisor, status
 
 
