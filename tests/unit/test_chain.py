@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import subprocess
@@ -425,6 +426,21 @@ def test_a_message_of_pbs_for_an_earlier_job_in_the_same_file_is_not_of_this_one
     assert done.returncode == 75, said
     assert (tmp_path / "submitted").exists() == is_ended, said
     assert ("submit it again" in said) != is_ended
+
+
+def test_the_task_of_an_array_alone_is_requeued(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SLURM gives the last task the id of the array, which names all of them."""
+    scontrol = tmp_path / "scontrol"
+    scontrol.write_text(f'#!/bin/sh\necho "$@" >{tmp_path}/words\n')
+    scontrol.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    environ = {**os.environ, "SLURM_JOB_ID": "17"}
+    array = {"SLURM_ARRAY_JOB_ID": "17", "SLURM_ARRAY_TASK_ID": "0"}
+    for more, name in (({}, "17"), (array, "17_0")):
+        chain.requeue(environ | more, None, terminated=False, end=math.inf)
+        assert (tmp_path / "words").read_text() == f"requeue {name}\n"
 
 
 def test_the_next_job_is_submitted_where_pbs_has_removed_the_folder_of_this_one(

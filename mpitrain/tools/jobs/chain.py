@@ -230,6 +230,9 @@ def requeue(
     if scheduler.name == "slurm":
         continues = not terminated or slurm.is_running(job_id)
         command = ["scontrol", "requeue", job_id]
+        # The last task of an array has the array's own id, which means all tasks.
+        if environ.get("SLURM_ARRAY_JOB_ID") == job_id:
+            command[-1] += f"_{environ['SLURM_ARRAY_TASK_ID']}"
     else:  # after a preemption PBS runs it again by itself
         is_ended = terminated and pbs.has_ended_job(output_begin)
         continues = script is not None and (not terminated or is_ended)
