@@ -6,6 +6,7 @@ import dataclasses
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import optuna
@@ -14,8 +15,10 @@ import pytest
 from mpitrain.cli import main, read_config
 from mpitrain.errors import MpitrainError, UsageError
 from mpitrain.mpi.world import Node, World
+from mpitrain.tools.sweep import worker
 from mpitrain.tools.sweep.config import SweepConfig, prepare, read_training
 from mpitrain.tools.sweep.placement import Placement
+from mpitrain.tools.sweep.server import Server
 from mpitrain.tools.sweep.space import Search, read_search, trial_flags
 from mpitrain.tools.sweep.study import (
     JOURNAL,
@@ -381,6 +384,56 @@ def test_flags_of_a_script_keep_their_spelling(
     found = best_command(["sweeps/space"])
     start = "mpirun -np 2 python -m mpitrain run --device cpu 'my train.py' "
     assert found.startswith(f"{start}--out runs/space-trial-0000/a --hidden_size 3 ")
+
+
+@pytest.mark.parametrize(
+    ("values", "max_ranks"),
+    [
+        ("[1, 4, 2]", 4),
+        ("{int: [1, 6, 4]}", 5),
+        ("{log_int: [1, 8]}", 8),
+        ("[many, 2.5]", 0),
+        ("{uniform: [1, 4]}", 0),
+    ],
+)
+def test_a_job_with_fewer_ranks_than_the_space_names_is_refused(
+    values: str, max_ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A trial that does not fit would be recorded as failed for good."""
+    monkeypatch.setattr(worker, "has_thread_multiple", lambda: True)
+    search = search_of(tmp_path, f"space: {{ranks: {values}, lr: [0.1]}}")
+    assert search.max_ranks == max_ranks
+    if max_ranks:
+        options = SweepConfig(space=str(tmp_path / "space.yaml"))
+        sweep: Any = SimpleNamespace(options=options, search=search)
+        handler: Any = None
+        said = f"in the space: {max_ranks}: found 3 ranks; .* mpirun -np {max_ranks} "
+        with pytest.raises(UsageError, match=said):
+            worker.run_sweep(world_of(1, 2), sweep, handler)
+
+
+def test_a_trial_that_a_larger_job_has_begun_is_not_recorded_as_failed(
+    tmp_path: Path,
+) -> None:
+    search = search_of(tmp_path, "space: {lr: [0.1]}")
+    search = dataclasses.replace(search, function=f"{__name__}:on_four_ranks")
+    study = Study(tmp_path, search, 20, seed=1)
+    assert study.ask() is not None
+    sweep: Any = SimpleNamespace(
+        options=SweepConfig(space="space.yaml"),
+        search=search,
+        run_dir=tmp_path,
+        config=SimpleNamespace(seed=1),
+    )
+    rest: Any = None
+    with pytest.raises(UsageError, match="trial-0000 was begun on 4 ranks: found 3"):
+        Server(rest, world_of(3), sweep, rest, rest)
+    (trial,) = load_study(tmp_path).trials
+    assert trial.state.name == "RUNNING"
+
+
+def on_four_ranks(_: object) -> dict[str, int]:
+    return {"ranks": 4}
 
 
 def test_a_function_may_not_set_what_the_sweep_sets() -> None:

@@ -80,6 +80,13 @@ class Server:
         self._placement = Placement(world, share_gpus=sweep.options.share_gpus)
         self._study = Study(sweep.run_dir, sweep.search, num_trials, sweep.config.seed)
         self._waiting = self._study.unfinished()  # chosen, and not begun in this job
+        for trial in self._waiting:  # of a function, whose values nobody knows before
+            count, size = self._ranks_of(trial), world.world_size
+            if type(count) is int and count > size:
+                raise UsageError(
+                    f"{trial.name} was begun on {count} ranks: found {size} ranks; "
+                    f"expected as many at least: mpirun -np {count} ..."
+                )
         # Trials of other sizes may begin before one that waits for room.
         sizes_vary = RANKS in sweep.search.names or sweep.search.function
         self._lookahead = LOOKAHEAD if sizes_vary else 1
@@ -135,9 +142,12 @@ class Server:
                 return
             self._waiting.append(trial)
 
+    def _ranks_of(self, trial: Trial) -> Any:
+        return trial.flags.get(RANKS, self._sweep.options.ranks_per_trial)
+
     def _start(self, trial: Trial) -> bool:
         sweep, size = self._sweep, self._world.world_size
-        count: Any = trial.flags.get(RANKS, sweep.options.ranks_per_trial)
+        count = self._ranks_of(trial)
         error = ""
         if type(count) is not int or not 1 <= count <= size:
             error = f"{RANKS}: found {count!r}, expected 1 to {size}"

@@ -103,6 +103,16 @@ class Search:
         """The flags that vary, as far as they are known before the first trial."""
         return {parameter.name for parameter in self.parameters}
 
+    @property
+    def max_ranks(self) -> int:
+        """The most ranks that the space asks for; 0 where it asks for none."""
+        values: list[Any] = []
+        for it in self.parameters:
+            if it.name == RANKS:
+                is_listed = it.kind != "float" and "log" not in it.options
+                values += it.grid() if is_listed else it.values
+        return max((it for it in values if type(it) is int), default=0)
+
     def num_trials(self, asked: int | None) -> int:
         """Return the number of trials; those of a grid are all there are."""
         if self.is_grid:

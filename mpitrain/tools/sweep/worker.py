@@ -52,17 +52,22 @@ def run_sweep(world: World, sweep: PreparedSweep, handler: PreemptionHandler) ->
         UsageError, LaunchError: The job has too few ranks, no shared folder, or an MPI
             without threads; on every rank.
     """
-    size, count = world.world_size, sweep.options.ranks_per_trial
+    size = world.world_size
     if not has_thread_multiple():
         raise LaunchError(
             "MPI was started without MPI_THREAD_MULTIPLE, which sweep needs: unset "
             "MPI4PY_RC_THREAD_LEVEL, or load another MPI"
         ).on_all_ranks()
-    if count > size:
-        raise UsageError(
-            f"--ranks-per-trial {count}: found {size} ranks; expected as many at "
-            f"least: mpirun -np {count} ..."
-        ).on_all_ranks()
+    for name, count in (
+        ("--ranks-per-trial", sweep.options.ranks_per_trial),
+        # Else those trials would be recorded as failed, also for a job with more ranks.
+        ("`ranks` in the space:", sweep.search.max_ranks),
+    ):
+        if count > size:
+            raise UsageError(
+                f"{name} {count}: found {size} ranks; expected as many at least: "
+                f"mpirun -np {count} ..."
+            ).on_all_ranks()
     ranks = communicator(world)
     if hosts := hosts_without(sweep.run_dir, sweep.folder.run_id, world, ranks):
         raise UsageError(
