@@ -462,6 +462,18 @@ def test_daemons_of_slurms_other_nodes_outlive_term(
     assert done.stdout.split("\n")[-3:-1] == ["prted lives", "orted lives"], done.stderr
 
 
+def test_the_other_nodes_get_the_environment_whatever_sbatch_exported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the variable that sbatch sets, and mpirun's own srun obeys."""
+    make_stand_ins(tmp_path / ".venv", tmp_path / "seen.json")
+    (tmp_path / ".venv/bin/mpirun").write_text("#!/bin/sh\necho $SLURM_EXPORT_ENV\n")
+    monkeypatch.setenv("SLURM_EXPORT_ENV", "NONE")
+    text = text_of(JobscriptConfig(scheduler="slurm"), [])
+    done = run_script(text, tmp_path, tmp_path, [])
+    assert done.stdout.splitlines()[-1] == "ALL", done.stderr
+
+
 def test_mpiruns_line_for_the_remote_shell_bears_a_folder_with_blanks(
     tmp_path: Path,
 ) -> None:

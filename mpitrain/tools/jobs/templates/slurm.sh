@@ -55,6 +55,11 @@ cd "$SLURM_SUBMIT_DIR"
 {% if launcher == "srun" %}
 # If ranks find themselves alone: --mpi=pmix for Open MPI, --mpi=pmi2 for MPICH
 # (srun --mpi=list).
+{% else %}
+# {{ program }} reaches the other nodes by srun, which obeys this variable. After `sbatch
+# --export=NONE`, or a list, it is that: the other nodes would have no PATH.
+export SLURM_EXPORT_ENV=ALL
+
 {% endif %}
 {% if launcher != "openmpi" %}
 options=({{ options }})
