@@ -201,6 +201,16 @@ def test_a_wrong_flag_of_the_training_is_told_before_it_is_queued(
     assert said in err
 
 
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
+def test_a_check_that_fails_is_started_again_only_if_asked(
+    scheduler: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for flags in ([], ["--restarts", "2"]):
+        assert main(["jobscript", scheduler, *flags, "--", "check"]) == 0
+        text = capsys.readouterr().out
+        assert f"supervise {' '.join([*flags, '--'])} " in text
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [

@@ -26,7 +26,7 @@ SITES = Path(__file__).with_name("sites")
 # How long before its end a job of a chain is asked to stop, if it is long enough.
 MAX_NOTICE_SECONDS = 120
 
-RESTARTS = 3  # of a job that is no chain
+RESTARTS = 3  # of a job that is no chain; a check tells its first fault, and ends
 
 SchedulerName = Literal["slurm", "pbs"]
 
@@ -79,7 +79,8 @@ class JobscriptConfig:
     jobs: int = setting(1, minimum=1)
     """Maximum number of jobs, one after another, until the training is finished."""
     restarts: int | None = setting(None, minimum=0)
-    """Maximum number of restarts after a fault. Default: 3; with --jobs, no limit."""
+    """Maximum number of restarts after a fault. Default: 3; of `check` 0; with --jobs,
+    no limit."""
     warm: bool = False
     """Keep a fork server on each node: starts after the first take less time."""
     run_dir: Path | None = None
@@ -192,6 +193,9 @@ def text_of(
     more = "" if is_bound else launcher.binding
     program, *options = f"{launcher.command} {more}".format(**amounts).split()
     options += given
+    restarts = config.restarts
+    if restarts is None and config.jobs == 1:
+        restarts = 0 if command == "check" else RESTARTS
     venv = config.venv.expanduser()
     from_where = "from any folder"
     if command == "run" or any(it.startswith("--task") for it in words):
@@ -214,9 +218,7 @@ def text_of(
         "notice": notice_seconds(seconds),
         "all_nodes": nodes,
         "gpus": gpus,
-        "restarts": config.restarts
-        if config.restarts is not None
-        else (RESTARTS if config.jobs == 1 else None),
+        "restarts": restarts,
         "program": program,
         "container": config.container
         and words_of(
