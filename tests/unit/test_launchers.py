@@ -114,6 +114,16 @@ def test_flags_after_a_site_take_precedence(capsys: pytest.CaptureFixture[str]) 
     assert "-n 36 --ppn 4" in script
 
 
+@pytest.mark.parametrize("site", NAMES)
+def test_without_memory_a_site_s_script_has_no_line_for_it(
+    site: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["jobscript", "--site", site, "--mem", "None"]) == 0
+    script = capsys.readouterr().out
+    assert [it for it in script.splitlines() if re.match(r"#\w+ .*\bmem=", it)] == []
+    assert re.search(r"^#(SBATCH --nodes=|PBS -l (select|ncpus)=)", script, re.M)
+
+
 @pytest.mark.parametrize("runtime", get_args(Runtime))
 def test_ranks_are_started_in_each_kind_of_container(
     runtime: str, capsys: pytest.CaptureFixture[str]
@@ -223,6 +233,10 @@ def test_a_user_s_own_file_works_as_a_site(
         (
             ["slurm", "--resources", "#SBATCH {what}"],
             "--resources '#SBATCH {what}': in braces expected nodes",
+        ),
+        (
+            ["pbs", "--mem", "None", "--resources", "#PBS -l select=2:mem={mem}"],
+            "{mem}': in braces expected nodes, slots, cpus",
         ),
         (["slurm", "--container-flag", "a\nb"], "--container-flag"),
         (["slurm", "--container", "image"], "--container-runtime"),

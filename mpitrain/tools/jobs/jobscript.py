@@ -37,6 +37,7 @@ PARTITION = r"\w[\w.,-]*", "letters, digits and . , -"
 QUEUE = r"\w[\w.@-]*", "letters, digits and . @ -"
 NAME = r"[A-Za-z][\w.+-]*", "a letter, then letters, digits and . + -"
 MAIL = r"[\w.+@-]+", "an address, such as me@example.org"
+MEM_ALONE = re.compile(r"[^{}=]*=?\{(all_)?mem\}\w*")  # a line for nothing else
 DIRECTIVES = {"slurm": "#SBATCH ", "pbs": "#PBS "}
 
 
@@ -172,19 +173,20 @@ def text_of(
     slots, gpus = config.slots_per_node, config.gpus_per_node
     gpus = slots if gpus is None else gpus
     nodes, cpus = config.nodes + config.spare_nodes, config.cpus_per_slot
+    memory = {}
+    if mem := config.mem:
+        total = re.sub(r"\d+", lambda it: str(nodes * int(it[0])), f"{mem}B")
+        memory = {"mem": mem, "all_mem": total}
     amounts = {
         "nodes": nodes,
         "slots": slots,
         "cpus": cpus,
         "gpus": gpus,
-        "mem": config.mem or "",
         "ranks": config.nodes * slots,
         "node_cpus": slots * cpus,
         "all_cpus": nodes * slots * cpus,
         "all_gpus": nodes * gpus,
-        "all_mem": re.sub(
-            r"\d+", lambda it: str(nodes * int(it[0])), f"{config.mem or ''}B"
-        ),
+        **memory,
     }
     launcher = LAUNCHERS[config.launcher]
     typed = (_filled("--launcher-flag", it, amounts) for it in config.launcher_flag)
@@ -226,7 +228,11 @@ def text_of(
         ),
         "options": " ".join(options),
         "can_choose": bool(launcher.host_file),
-        "resources": [_filled("--resources", it, amounts) for it in config.resources],
+        "resources": [
+            _filled("--resources", it, amounts)
+            for it in config.resources
+            if memory or not MEM_ALONE.fullmatch(it)
+        ],
         "from_where": from_where,
         "is_script": command == "run",
         "is_check": command == "check",
@@ -242,7 +248,7 @@ def _filled(flag: str, line: str, amounts: Mapping[str, object]) -> str:
     try:
         return line.format(**amounts)
     except (KeyError, IndexError, ValueError):
-        known = ", ".join(amounts)
+        known = ", ".join(amounts) + " (with --mem: mem)" * ("mem" not in amounts)
         raise UsageError(f"{flag} {line!r}: in braces expected {known}") from None
 
 
