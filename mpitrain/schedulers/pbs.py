@@ -63,10 +63,12 @@ def parse_time_left(text: str, now: float) -> float | None:
     limit = _seconds_of("Resource_List", text)
     if limit is None:
         return None
-    started = _time_of("stime", text)
-    if started is None:  # it has just started
-        return limit - (_seconds_of("resources_used", text) or 0)
-    return started + limit - now
+    used = _seconds_of("resources_used", text) or 0.0
+    # An hour that comes twice, at the end of summer time, may be either of the two.
+    starts = (_time_of("stime", text, fold) for fold in (0, 1))
+    passed = [now - it for it in starts if it is not None]
+    # Without any it has just started. PBS renews what is used every few minutes only.
+    return limit - min(passed, key=lambda it: abs(it - used), default=used)
 
 
 def read_job(job_id: str) -> JobRecord | None:
@@ -81,13 +83,13 @@ def read_job(job_id: str) -> JobRecord | None:
     return JobRecord(queued, started, len(hosts), int(cores[1]))
 
 
-def _time_of(name: str, text: str) -> float | None:
+def _time_of(name: str, text: str, fold: int = 0) -> float | None:
     found = re.search(rf"^\s*{name} = (.+)$", text, re.MULTILINE)
     try:
         when = datetime.strptime(found[1].strip(), "%a %b %d %H:%M:%S %Y")  # type: ignore[index]
     except (TypeError, ValueError):  # another language
         return None
-    return when.timestamp()
+    return when.replace(fold=fold).timestamp()
 
 
 def _seconds_of(name: str, text: str) -> float | None:

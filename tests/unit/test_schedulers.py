@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Mapping
+from datetime import datetime
 from pathlib import Path
 from typing import get_args
 
@@ -138,6 +140,32 @@ def test_a_job_of_an_array_is_told_from_the_others(
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     assert seconds_left({"SLURM_JOB_ID": job_id}) == seconds
     assert slurm.is_running(job_id) == is_running
+
+
+@pytest.mark.parametrize(
+    ("stime", "used", "now", "left"),
+    [
+        ("Sun Oct 25 02:30:00 2026", "", "00:31", 7140),  # summer time
+        ("Sun Oct 25 02:30:00 2026", "", "01:31", 7140),
+        ("Sun Oct 25 02:30:00 2026", "01:58:30", "02:30", 0),
+        ("Sun Oct 25 02:30:00 2026", "00:58:30", "02:30", 3600),
+        ("Sun Oct 25 01:30:00 2026", "00:10:00", "00:30", 3600),
+    ],
+)
+def test_a_job_of_pbs_that_starts_as_summer_time_ends_knows_how_long_it_has(
+    stime: str, used: str, now: str, left: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`qstat` writes times of an hour that comes twice; `now` is in UTC."""
+    monkeypatch.setenv("TZ", "CET-1CEST,M3.5.0,M10.5.0/3")
+    time.tzset()
+    text = f"    Resource_List.walltime = 02:00:00\n    stime = {stime}\n"
+    text += f"    resources_used.walltime = {used}\n" * bool(used)
+    at = datetime.fromisoformat(f"2026-10-25 {now}+00:00").timestamp()
+    try:
+        assert pbs.parse_time_left(text, at) == left
+    finally:
+        monkeypatch.undo()
+        time.tzset()
 
 
 @pytest.mark.parametrize(
