@@ -158,10 +158,10 @@ def _parse(flags: Sequence[Flag], words: Sequence[str], program: str) -> dict[st
             if flag is None or not (is_on or flag.hint is bool):
                 raise _unknown(word, name, by_name, program)
         if flag.hint is bool:
-            # W&B's agent writes --tf32=True
-            if is_joined and value not in ("True", "False"):
-                raise _unexpected(value, (), program)
-            values[flag.field] = is_on == (value != "False")
+            # W&B's agent writes --tf32=True, a site's file `warm: true`.
+            if is_joined and value.lower() not in ("true", "false"):
+                raise UsageError(f"{name}: found {value!r}, expected true or false.")
+            values[flag.field] = is_on == (value.lower() != "false")
             continue
         is_tuple = get_origin(flag.hint) is tuple
         takes_many = is_tuple and not flag.facts.is_repeatable

@@ -164,6 +164,7 @@ def test_numbers_of_a_site_are_taken_as_they_are_written(
     [
         ("lancher: srun", "unknown flag --lancher. Did you mean '--launcher'?"),
         ("nodes: two", "--nodes: found 'two', expected a whole number"),
+        ("warm: often", "--warm: found 'often', expected true or false."),
     ],
 )
 def test_what_is_wrong_in_the_file_of_a_site_is_told_with_the_file(
@@ -173,6 +174,17 @@ def test_what_is_wrong_in_the_file_of_a_site_is_told_with_the_file(
     mine.write_text(f"scheduler: slurm\ncpus-per-slot: 8\n{line}\n")
     assert main(["jobscript", "--site", str(mine)]) == 2
     assert f"--site {mine}: {said}" in capsys.readouterr().err
+
+
+def test_a_site_may_switch_a_flag_on_and_off_as_yaml_does(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mine = tmp_path / "mine.yaml"
+    mine.write_text("scheduler: slurm\nwarm: true\nstage: false\n")
+    assert main(["jobscript", "--site", str(mine)]) == 0
+    script = capsys.readouterr().out
+    assert " --warm -- " in script
+    assert "mpitrain stage" not in script
 
 
 def test_words_of_binding_are_the_site_s_or_the_launcher_s(
