@@ -567,6 +567,15 @@ def run_script(
 
 
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
+def test_a_launcher_without_options_has_no_empty_array(scheduler: Any) -> None:
+    """Under `set -u` bash before 4.4, as of RHEL 7, ends at one."""
+    for jobs in (1, 5):
+        lines = lines_of(scheduler, launcher="mpich", jobs=jobs)
+        assert [it for it in lines if "options=(" in it or "options[" in it] == []
+        assert [it for it in lines if it.startswith("    mpirun python -m mpitrain ")]
+
+
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
 @pytest.mark.parametrize("jobs", ["1", "5"])
 def test_the_training_can_start_from_a_staged_environment(
     capsys: pytest.CaptureFixture[str], scheduler: str, jobs: str

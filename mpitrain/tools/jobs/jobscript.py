@@ -241,7 +241,8 @@ def text_of(
         + ("" if command == "train" else f" {command}"),
         "words": "".join(" " + shlex.quote(word) for word in words),
     }
-    return templates.get_template(f"{config.scheduler}.sh").render(values)
+    text = templates.get_template(f"{config.scheduler}.sh").render(values)
+    return re.sub("\n{3,}", "\n\n", text)  # around a block that is empty
 
 
 def _filled(flag: str, line: str, amounts: Mapping[str, object]) -> str:

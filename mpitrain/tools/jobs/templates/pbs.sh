@@ -48,9 +48,9 @@
 cd "$PBS_O_WORKDIR"
 {% endblock %}
 {% block mpirun %}
-{% if launcher != "openmpi" %}
+{% if launcher != "openmpi" and options %}
 options=({{ options }})
-{% else %}
+{% elif launcher == "openmpi" %}
 # mpirun is the one in .venv if there is one, else the module's. The one in .venv needs
 # to know where it is on the other nodes.
 options=({{ options }})  # mpitrain gives each rank its cores
@@ -100,7 +100,7 @@ fi
 {% if jobs == 1 %}
 # shellcheck disable=SC2086
 exec python -m mpitrain supervise {{ '--container "${container[*]@Q}" ' if container and restarts }}{{ "--launcher %s " % launcher if launcher != "openmpi" else "" }}{{ "--restarts %d " % restarts if restarts }}{{ "--warm " if warm and restarts }}-- \
-    {{ program }} "${options[@]}" {{ '"${container[@]}" ' if container and not restarts }}python -m mpitrain{{ command }}{{ words }} ${ARGS:-}
+    {{ program }} {{ '"${options[@]}" ' if options }}{{ '"${container[@]}" ' if container and not restarts }}python -m mpitrain{{ command }}{{ words }} ${ARGS:-}
 {% else %}
 #
 # It {{ "leaves out nodes that do not answer, and " if can_choose }}submits this script again until the
@@ -110,6 +110,6 @@ exec python -m mpitrain supervise {{ '--container "${container[*]@Q}" ' if conta
 export ARGS="${ARGS:-$(base64 -d <<<"${MPITRAIN_ARGS:-}")}"
 # shellcheck disable=SC2086
 exec python -m mpitrain supervise {{ '--container "${container[*]@Q}" ' if container }}{{ "--launcher %s " % launcher if launcher != "openmpi" else "" }}--jobs {{ jobs }}{{ " --restarts %d" % restarts if restarts is not none }}{{ " --run-dir " ~ run_dir if run_dir }}{{ " --nodes %d" % nodes if spare_nodes else "" }}{{ " --warm" if warm }} --script "$0" -- \
-    {{ program }} "${options[@]}" python -m mpitrain{{ command }}{{ '' if run_dir else ' --name "$PBS_JOBNAME"' }}{{ words }} ${ARGS:-}
+    {{ program }} {{ '"${options[@]}" ' if options }}python -m mpitrain{{ command }}{{ '' if run_dir else ' --name "$PBS_JOBNAME"' }}{{ words }} ${ARGS:-}
 {% endif %}
 {% endblock %}

@@ -61,9 +61,9 @@ cd "$SLURM_SUBMIT_DIR"
 export SLURM_EXPORT_ENV=ALL
 
 {% endif %}
-{% if launcher != "openmpi" %}
+{% if launcher != "openmpi" and options %}
 options=({{ options }})
-{% else %}
+{% elif launcher == "openmpi" %}
 # mpirun is the one in .venv if there is one, else the module's. The one in .venv needs
 # to know where it is on the other nodes.
 options=({{ options }})  # mpitrain gives each rank its cores
@@ -91,13 +91,13 @@ export SLURM_OVERLAP=1  # srun does not wait for what is left of a lost node
 {% endif %}
 {% if jobs == 1 %}
 exec python -m mpitrain supervise {{ '--container "${container[*]@Q}" ' if container and restarts }}{{ "--launcher %s " % launcher if launcher != "openmpi" else "" }}{{ "--restarts %d " % restarts if restarts }}{{ "--warm " if warm and restarts }}-- \
-    {{ program }} "${options[@]}" {{ '"${container[@]}" ' if container and not restarts }}python -m mpitrain{{ command }}{{ words }} "$@"
+    {{ program }} {{ '"${options[@]}" ' if options }}{{ '"${container[@]}" ' if container and not restarts }}python -m mpitrain{{ command }}{{ words }} "$@"
 {% else %}
 #
 # It {{ "leaves out nodes that do not answer, and " if can_choose }}requeues the job until the training is
 # finished, up to {{ jobs }} jobs.{{ '' if run_dir else " The run, or sweep, has the job's name." }}
 export SLURM_OVERLAP=1  # srun does not wait for what is left of a lost node
 exec python -m mpitrain supervise {{ '--container "${container[*]@Q}" ' if container }}{{ "--launcher %s " % launcher if launcher != "openmpi" else "" }}--jobs {{ jobs }}{{ " --restarts %d" % restarts if restarts is not none }}{{ " --run-dir " ~ run_dir if run_dir }}{{ " --nodes %d" % nodes if spare_nodes else "" }}{{ " --warm" if warm }} -- \
-    {{ program }} "${options[@]}" python -m mpitrain{{ command }}{{ '' if run_dir else ' --name "$SLURM_JOB_NAME"' }}{{ words }} "$@"
+    {{ program }} {{ '"${options[@]}" ' if options }}python -m mpitrain{{ command }}{{ '' if run_dir else ' --name "$SLURM_JOB_NAME"' }}{{ words }} "$@"
 {% endif %}
 {% endblock %}
