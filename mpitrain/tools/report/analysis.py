@@ -137,16 +137,25 @@ def restart_costs(run: Run) -> list[RestartCost]:
     total = sums(run.metrics.throughputs)
     seconds = total.seconds / total.num_steps if total.num_steps else 0.0
     metrics, found = run.metrics, []
+    began = [it.time for it in metrics.began]
+    starts = sorted([*began, *(it.time for it in metrics.resumed)])
     ends = [*(it.time for it in run.restarts[1:]), math.inf]
     for restart, end in zip(run.restarts, ends, strict=False):
-        # Without a checkpoint it has begun at step 0.
-        begins = [(it.time, it.step) for it in metrics.resumed]
-        begins += [(it.time, 0) for it in metrics.began]
-        begins = [it for it in begins if restart.time <= it[0] < end]
-        if not begins and end == math.inf:
+        time = next((it for it in starts if restart.time <= it < end), None)
+        if time is None and end == math.inf:
             continue  # it has not begun yet
-        # One that failed before that has cost the time until the next.
-        time, step = min(begins, key=lambda it: -it[1], default=(end, restart.step))
+        if time is None:
+            # One that failed before that has cost the time until the next.
+            time, step = end, restart.step
+        else:
+            # Another job may have resumed later, with no restart between.
+            until = min((it for it in began if it > time), default=end)
+            resumed = (
+                it for it in metrics.resumed if time <= it.time < min(until, end)
+            )
+            first = next(resumed, None)
+            # Without a checkpoint it has begun at step 0.
+            time, step = (time, 0) if first is None else (first.time, first.step)
         steps = max(0, restart.step - step)
         found.append(
             RestartCost(
@@ -162,15 +171,23 @@ def restart_costs(run: Run) -> list[RestartCost]:
 def goodput(run: Run, jobs: Sequence[JobTimes]) -> float:
     """Return the share of the time that is not lost; nan: nothing is known of restarts.
 
-    Lost are the first start, and what each restart has cost.
+    Lost are the starts of jobs, and what each restart has cost. The time between two
+    jobs that no restart explains, as in a queue, does not count.
     """
     if not jobs or not run.restarts:
         return math.nan
-    began = jobs[0].began
-    total = max(job.ended for job in jobs) - began
+    total = max(job.ended for job in jobs) - jobs[0].began
     lost = sum(it.step_seconds + it.down_seconds for it in restart_costs(run))
-    lost += max(it.start_seconds for it in jobs[0].ranks.values())
+    lost += _start_seconds(jobs[0])
+    for before, job in itertools.pairwise(jobs):
+        if not any(before.began < it.time <= job.began for it in run.restarts):
+            total -= max(0.0, job.began - before.ended)
+            lost += _start_seconds(job)
     return max(0.0, 1.0 - lost / total) if total > 0 else math.nan
+
+
+def _start_seconds(job: JobTimes) -> float:
+    return max(it.start_seconds for it in job.ranks.values())
 
 
 def stages_of(run: Run) -> list[list[EpochMetrics]]:

@@ -1,0 +1,47 @@
+"""The facts at the top of a report: losses, restarts and goodput."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from run_folders import START_SECONDS, Part, make_run
+
+from mpitrain.record.reading import Run
+from mpitrain.record.supervised import Restart, record_restart
+from mpitrain.tools.report.analysis import goodput, jobs_of, restart_costs
+
+
+def test_a_later_job_does_not_change_what_a_restart_has_cost(tmp_path: Path) -> None:
+    """The third job of the chain has waited ten hours in the queue."""
+    queue = Part(world_size=2, first=391, last=500, pause_seconds=36_000)
+    parts = Part(world_size=2, last=120), Part(world_size=2, first=101, last=400), queue
+    costs, shares = [], []
+    for num in (2, 3):
+        path = make_run(tmp_path / f"{num}", parts[:num])
+        fault = Restart(time=jobs_of(Run(path))[0].ended + 1.0, step=120, error="x")
+        record_restart(path, fault)
+        run = Run(path)
+        costs += restart_costs(run)
+        shares.append(goodput(run, jobs_of(run)))
+    assert [it.steps for it in costs] == [20, 20]
+    assert costs[0].down_seconds == pytest.approx(costs[1].down_seconds)
+    jobs = jobs_of(run)
+    total = sum(job.seconds for job in jobs) + jobs[1].began - jobs[0].ended
+    lost = 2 * START_SECONDS + costs[1].step_seconds + costs[1].down_seconds
+    assert shares[1] == pytest.approx(1 - lost / total)
+    # A restart that begins at step 0 is none of the job that resumes after it.
+    rows = [json.loads(it) for it in (path / "metrics.jsonl").read_text().splitlines()]
+    first = next(i for i, row in enumerate(rows) if row["event"] == "resume")
+    del rows[first]
+    write_rows(path, rows)
+    (cost,) = restart_costs(Run(path))
+    assert cost == replace(costs[1], steps=120, step_seconds=cost.step_seconds)
+
+
+def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
+    text = "".join(f"{json.dumps(row)}\n" for row in rows)
+    (path / "metrics.jsonl").write_text(text)
