@@ -13,6 +13,7 @@ from run_folders import START_SECONDS, Part, make_run
 from mpitrain.record.reading import Run
 from mpitrain.record.supervised import Restart, record_restart
 from mpitrain.tools.report.analysis import goodput, jobs_of, restart_costs
+from mpitrain.tools.report.summary import summary
 
 
 def test_a_later_job_does_not_change_what_a_restart_has_cost(tmp_path: Path) -> None:
@@ -45,3 +46,30 @@ def test_a_later_job_does_not_change_what_a_restart_has_cost(tmp_path: Path) -> 
 def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
     text = "".join(f"{json.dumps(row)}\n" for row in rows)
     (path / "metrics.jsonl").write_text(text)
+
+
+def facts_of(path: Path, rows: list[dict[str, Any]]) -> dict[str, str]:
+    write_rows(path, rows)
+    run = Run(path)
+    return {name: it for name, it in summary(run, jobs_of(run)).items() if it}
+
+
+def test_a_loss_is_of_a_validation_only_where_there_is_one(tmp_path: Path) -> None:
+    path = make_run(tmp_path / "r", (Part(world_size=1, last=60),))
+    rows = [json.loads(it) for it in (path / "metrics.jsonl").read_text().splitlines()]
+    steps = [row for row in rows if row["event"] == "step"]
+    (epoch,) = [row for row in rows if row["event"] == "epoch"]
+    facts = facts_of(path, steps)
+    assert "last validation loss" not in facts
+    assert facts["last training loss"] == f"{steps[-1]['train_loss']:.4g}"
+    # Within an epoch; and a metric that no epoch has yet.
+    within = epoch | {"event": "validation", "val_loss": 0.75, "val_accuracy": 0.25}
+    facts = facts_of(path, [*steps[:20], within | {"step": 20}])
+    assert facts["last validation loss"] == "0.75"
+    assert facts["best validation accuracy"] == "25.00 %"
+    facts = facts_of(path, [*steps[:50], epoch, *steps[50:], within | {"step": 60}])
+    assert facts["last validation loss"] == "0.75"
+    # Of a validation without a loss: that of the training.
+    del epoch["val_loss"]
+    facts = facts_of(path, [*steps[:50], epoch, *steps[50:]])
+    assert facts["last training loss"] == "0.5"

@@ -53,20 +53,22 @@ def summary(run: Run, jobs: Sequence[JobTimes]) -> dict[str, str]:
     """Return what is most interesting of a run, by name; empty if not known."""
     metrics = run.metrics
     epochs, steps = metrics.epochs, metrics.steps
-    names = dict.fromkeys(name for epoch in epochs for name in epoch.values)
+    validations = metrics.all_validations
+    names = dict.fromkeys(name for it in validations for name in it.values)
     best_by = run.result.get("best_by")
     best, is_lower_better = best_metric(names, best_by)
-    values = [it.values.get(best, math.nan) for it in metrics.all_validations]
+    values = [it.values.get(best, math.nan) for it in validations]
     choose = min if is_lower_better else max
     value = choose(filter(math.isfinite, values), default=math.nan)
     has_best = knows_best(names, best_by)
     if not has_best and values:  # which is better is not known
         value = values[-1]
     show = partial(percent, digits=2) if best.endswith("accuracy") else number
-    losses = [it.loss for it in steps[-1:]]
-    losses += [epoch.values.get("loss", epoch.train_loss) for epoch in epochs]
-    has_losses = not epochs or any("loss" in epoch.values for epoch in epochs)
-    kind = "validation" if has_losses else "training"
+    losses = [it.values["loss"] for it in validations if "loss" in it.values]
+    kind = "validation" if losses else "training"
+    losses = (
+        losses or [it.train_loss for it in epochs] or [it.loss for it in steps[-1:]]
+    )
     done = steps[-1].step if steps else 0
     total = metrics.began[-1].total_steps if metrics.began else None
     num_jobs = max(len(jobs), len(metrics.began), len(metrics.resumed) + 1)
