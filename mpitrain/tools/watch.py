@@ -198,19 +198,21 @@ class View:
             test = f"test: {format_metrics(tests)}\n" if tests else ""
             return test + finished_line(result)
         held = is_held(self._path)
-        if status in ("stopped", "failed"):
-            if held:
-                return None  # it is about to end, or the next job is about to begin
-            if status == "failed":
-                return f"failed: {result.get('error')}"
+        if status == "stopped" and not held:
             return f"{result.get('stopped')}; {resume} from there"
         # ``None``: nobody can tell, as on a file system without locks.
-        if held is not False:
+        is_failed = status == "failed" and not held
+        if not is_failed and held is not False:
+            # If it has ended, it is about to let go, or the next job is about to begin.
             self._gone_since = None
+            return None
+        if self._is_restarting():
             return None
         self._gone_since = self._gone_since or time.monotonic()
         if time.monotonic() - self._gone_since < GONE_SECONDS and not at_once:
             return None
+        if is_failed:
+            return f"failed: {result.get('error')}"
         still = time.time() - (changed_at(self._metrics.path) or 0.0)
         if socket.gethostname() != lock_host(self._path) and still < STILL_SECONDS:
             return None
@@ -218,6 +220,12 @@ class View:
             "no job writes into it any more, and none wrote a reason; "
             f"{resume} from its last checkpoint"
         )
+
+    def _is_restarting(self) -> bool:
+        """Whether `supervise` starts a job that has not opened the run yet."""
+        at = max((it.time for it in self._restarts), default=0.0)
+        ended = changed_at(self._path / "result.json") or 0.0
+        return ended < at and time.time() - at < STILL_SECONDS
 
     @property
     def is_finished(self) -> bool:

@@ -109,6 +109,35 @@ def test_restarts_are_told_once_each(
     assert "killed" not in capsys.readouterr().out
 
 
+def test_a_failure_ends_it_unless_the_job_is_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now, error = time.time(), "rank 1 was killed"
+    result = tmp_path / "result.json"
+    result.write_text(json.dumps({"status": "failed", "error": error}))
+    (tmp_path / ".lock").touch()  # that nobody holds
+
+    def end(ended: float, *, at_once: bool = False) -> str | None:
+        os.utime(result, (ended, ended))
+        view.update()
+        return view.end_line(at_once=at_once)
+
+    view = View(tmp_path)
+    assert end(now) is None  # `supervise` has not written of a restart yet
+    assert end(now, at_once=True) == f"failed: {error}"
+    monkeypatch.setattr("mpitrain.tools.watch.GONE_SECONDS", 0.0)
+    assert end(now) == f"failed: {error}"
+    record_restart(tmp_path, Restart(time=now, step=4, error=error))
+    assert end(now - 1) is None
+    assert end(now - 1, at_once=True) is None
+    assert end(now + 1) == f"failed: {error}"  # the job that was started, too
+    # A restart that has not opened the run for so long does so no more.
+    record_restart(tmp_path, Restart(time=now - 310, step=4, error=error))
+    file = tmp_path / "restarts.jsonl"
+    file.write_text(file.read_text().splitlines()[-1] + "\n")
+    assert end(now - 320) == f"failed: {error}"
+
+
 def test_it_ends_in_silence_when_its_reader_has_gone(tmp_path: Path) -> None:
     """As in ``watch runs/NAME | head -1``."""
     run_dir = make_run(tmp_path / "run", (Part(world_size=2),))
