@@ -86,6 +86,7 @@ class Recorder(Callback):
         self._before: Mapping[str, Any] = {}
         self._metrics: JsonlWriter | None = None
         self._result: dict[str, Any] = {}
+        self._of_epoch: dict[str, float] = {}  # counts of one that a stop has cut
         self._micro_batch_counts: list[int] = []
         self._ranks: Communicator | None = None  # of a custom loop
         self._began = self._validated_at = 0.0
@@ -120,6 +121,7 @@ class Recorder(Callback):
         self.is_open = True
         write_json(self.run_dir / "inputs.json", trainer.task.inputs)
         self._open(keep_bytes=self._before.get("metrics_bytes", 0))
+        self._of_epoch = {}
         self._result = {
             "status": "running",
             "best_by": trainer.best_by,
@@ -168,7 +170,14 @@ class Recorder(Callback):
         if self._metrics is None:
             return
         stopped = f"stopped at step {trainer.state.step}: {reason}"
-        self._result["stopped"] = stopped
+        self._result |= {"stopped": stopped, "steps": trainer.state.step}
+        epoch = trainer.state.epoch_metrics("", is_end=False)
+        # Apart: a job that resumes counts them when the epoch ends.
+        self._of_epoch = {
+            "train_seconds": epoch.epoch_seconds,
+            "skipped_samples": epoch.skipped_samples,
+            "skipped_steps": epoch.skipped_steps,
+        }
         self._end("stopped")
         say(f"{stopped}; {self._resume_with} resumes from here")
         say("stopped, not failed: the exit status is 75, which mpirun may report below")
@@ -190,7 +199,8 @@ class Recorder(Callback):
         self._metrics.close()
         self._metrics = None
         self._result |= {"status": status, **cost_if_known(self.run_dir)}
-        write_json(self.run_dir / "result.json", self._result)
+        counts = {k: self._result[k] + num for k, num in self._of_epoch.items()}
+        write_json(self.run_dir / "result.json", self._result | counts)
 
     # --- for a custom loop ----------------------------------------------------------
 

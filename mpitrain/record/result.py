@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import logging
 import socket
 from collections.abc import Callable
@@ -17,6 +19,9 @@ from mpitrain.record.run_dir import log_path, open_log, progress_of, read_result
 from mpitrain.record.runs import is_finished
 
 logger = logging.getLogger("mpitrain")
+
+STEP_LINE = b'{"event": "step"'
+COUNTS = ("skipped_samples", "skipped_steps")  # of epochs, and of a test
 
 
 def record_job(run_dir: Path, log: Callable[[str], object] | None = None) -> None:
@@ -54,12 +59,45 @@ def record_failure(run_dir: Path, message: str, status: int = 1) -> None:
     if is_finished(run_dir):
         return
     # Rank zero has the counts in its memory, and may be the one that is gone.
-    done = {**progress_of(run_dir / "metrics.jsonl"), **cost_if_known(run_dir)}
+    record = run_dir / "metrics.jsonl"
+    done = {**_counts_of(record), **progress_of(record), **cost_if_known(run_dir)}
     if status == Stopped.exit_status:
         reason = message.rpartition("Stopped: ")[2]
         update_result(run_dir, status="stopped", stopped=reason, **done)
     else:
         update_result(run_dir, status="failed", error=message, **done)
+
+
+def _counts_of(path: Path) -> dict[str, Any]:
+    """Return what the lines of a record add up to, and its last metrics."""
+    sums: dict[str, Any] = {}
+    values: dict[str, Any] = {}
+    seconds = 0.0  # since the last epoch
+    with contextlib.suppress(OSError), path.open("rb") as file:
+        for line in file:
+            if line.startswith(STEP_LINE):
+                continue  # most are: to parse a million of them takes seconds
+            with contextlib.suppress(ValueError, KeyError, TypeError):  # of a cut line
+                row = json.loads(line)
+                event = row["event"]
+                # A custom loop counts its seconds itself.
+                if event == "begin" and "steps_per_epoch" in row and not sums:
+                    sums = {"train_seconds": 0.0, **dict.fromkeys(COUNTS, 0)}
+                if event == "throughput":
+                    seconds += row["seconds"]
+                if event in ("epoch", "validation", "test"):
+                    kind = "test_" if event == "test" else "val_"
+                    of_data = (k for k in row if k.startswith(kind))
+                    values |= {k: row[k] for k in of_data if k != f"{kind}samples"}
+                if event in ("epoch", "test") and sums:
+                    for name in COUNTS:
+                        sums[name] += row.get(name, 0)
+                if event == "epoch" and sums:
+                    sums["train_seconds"] += row["epoch_seconds"]
+                    seconds = 0.0
+    if sums:
+        sums["train_seconds"] += seconds
+    return sums | values
 
 
 def cost_if_known(run_dir: Path) -> dict[str, Any]:
