@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -128,11 +130,21 @@ def _model_file(run: Run) -> Values:
 
 
 def _steps(run: Run) -> Values:
-    return {
-        row.step: {"train_loss": row.loss, "gradient_norm": row.grad_norm, "lr": row.lr}
-        | dict(row.losses)
-        for row in run.metrics.steps
-    }
+    found: dict[int, dict[str, float]] = {}
+    for row in run.metrics.steps:
+        values = {"train_loss": row.loss, "gradient_norm": row.grad_norm, "lr": row.lr}
+        values |= row.losses
+        of_step = found.setdefault(row.step, values)
+        if of_step is values:
+            continue
+        # A custom loop has logged the step by several calls, maybe a name twice.
+        for name, value in values.items():
+            if math.isnan(of_step.get(name, math.nan)):
+                of_step[name] = value
+            elif not math.isnan(value):
+                names = (f"{name} ({i})" for i in itertools.count(2))
+                of_step[next(it for it in names if it not in of_step)] = value
+    return found
 
 
 def _checkpoints(runs: tuple[Run, Run]) -> Sequence[Values]:
