@@ -39,8 +39,10 @@ from mpitrain.train.evaluate import (
     ValidationStep,
     evaluate,
     join_evaluations,
+    refuse_loss_names,
 )
 from mpitrain.train.gather import gather_rows
+from mpitrain.train.means import form_of
 from mpitrain.train.meta_device import WeightMaker, is_on_meta
 from mpitrain.train.metric_objects import MetricObjects
 from mpitrain.train.metrics import TrainState
@@ -298,15 +300,17 @@ class Engine:
         self.optimizer.begin_pass(name, rate_of, state.epoch, step)
         return self.optimizer.scale.value / num_samples
 
-    def check_losses(self, form: str) -> None:
+    def check_losses(self, named: Mapping[str, Any]) -> None:
         """Let all ranks and steps have the same losses; collective the first time.
 
         Ranks that differ would wait for each other: weights are all-reduced.
         """
+        form = form_of(named)
         what, expected = "what the training step returned", "Expected the same losses"
         name = self.strategy.pass_name
         if name not in self._loss_forms:
             self.ranks.check_equal(form, what, expected)
+            refuse_loss_names(named)
             self._loss_forms[name] = form
         # By this rank alone, which ends the job: to compare in each step would cost.
         elif form != self._loss_forms[name]:

@@ -66,6 +66,15 @@ def refuse_names(names: Iterable[str]) -> None:
         ).on_all_ranks()
 
 
+def refuse_loss_names(names: Iterable[str]) -> None:
+    """Refuse names of training losses that records have for something else."""
+    for name in sorted({"samples", "lr", "gradient_norm"}.intersection(names)):
+        raise UsageError(
+            f"a training loss is named {name!r}, as another value of a step is in "
+            "records; expected another name"
+        ).on_all_ranks()
+
+
 def score_of(
     values: Mapping[str, float],
     best_by: str | None = None,

@@ -35,7 +35,7 @@ from mpitrain.data.loader import Batch, RankStep
 from mpitrain.data.samples import BadRow, kind_of
 from mpitrain.errors import DataError
 from mpitrain.train.checks import warn_of_values
-from mpitrain.train.means import Sum, form_of, named_values, sum_of
+from mpitrain.train.means import Sum, named_values, sum_of
 from mpitrain.train.nonfinite import handle_nonfinite
 from mpitrain.train.optimizer import NO_GRADIENT
 from mpitrain.train.step_metrics import MicroBatchLosses
@@ -189,6 +189,6 @@ def _sums_of_losses(trainer: Any, batch: Batch) -> tuple[Tensor, dict[str, Sum]]
         raise DataError(f"the loss is {kind_of(named['loss'])}: {NO_GRADIENT}")
     warn_of_values(named, trainer.warned_of)
     # Before the backward pass: a rank with another loss would wait there for ever.
-    trainer.engine.check_losses(form_of(named))
+    trainer.engine.check_losses(named)
     # Detached: they are kept until the next report, and would keep the graph.
     return loss, {name: Sum(it[0].detach(), it[1]) for name, it in sums.items()}

@@ -379,6 +379,16 @@ def test_losses_of_another_form_are_named(
         trained(world, loss=returned)
 
 
+@pytest.mark.parametrize("name", ["samples", "lr", "gradient_norm"])
+def test_a_loss_with_a_name_of_records_is_refused(world: World, name: str) -> None:
+    def losses(*it: Any) -> Any:
+        return {"loss": token_losses(*it), name: token_losses(*it)}
+
+    with pytest.raises(UsageError, match=f"loss is named '{name}'") as caught:
+        trained(world, loss=losses)
+    assert caught.value.is_collective
+
+
 @pytest.mark.parametrize("where", ["loss", "metric", "weighted"])
 def test_outputs_that_are_broadcast_to_all_targets_are_named(
     world: World, where: str
