@@ -97,7 +97,10 @@ def watch_sweep(config: WatchConfig) -> None:
         if lines != before:
             say(lines)
         before, is_finished = lines, result.get("status") == "finished"
-        is_over = not is_held(path) and (is_finished or not config.keep)
+        # Where nobody can tell whether a job has the lock, its last status counts.
+        held, is_running = is_held(path), result.get("status") == "running"
+        has_ended = not (held or (held is None and is_running))
+        is_over = has_ended and (is_finished or not config.keep)
         if is_over and not is_finished:
             gone = "no job works on it any more; the same command resumes"
             say(result.get("stopped") or result.get("error") or gone)

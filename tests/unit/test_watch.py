@@ -15,7 +15,8 @@ import pytest
 from run_folders import Part, make_run
 
 from mpitrain.record.supervised import Restart, record_restart
-from mpitrain.tools.watch import View
+from mpitrain.tools.sweep.config import SETTINGS
+from mpitrain.tools.watch import View, WatchConfig, watch
 
 
 def begin(at: float) -> dict[str, Any]:
@@ -136,6 +137,23 @@ def test_a_failure_ends_it_unless_the_job_is_started_again(
     file = tmp_path / "restarts.jsonl"
     file.write_text(file.read_text().splitlines()[-1] + "\n")
     assert end(now - 320) == f"failed: {error}"
+
+
+def test_a_sweep_whose_lock_nobody_can_see_is_over_by_its_status(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As on a file system without locks."""
+    (tmp_path / SETTINGS).write_text("{}")
+    result = tmp_path / "result.json"
+    result.write_text('{"status": "running"}')
+
+    def end(_: float) -> None:
+        result.write_text('{"status": "stopped", "stopped": "stopped: a signal"}')
+
+    monkeypatch.setattr("mpitrain.tools.watch.is_held", lambda path: None)
+    monkeypatch.setattr(time, "sleep", end)
+    watch(WatchConfig(run=tmp_path))
+    assert capsys.readouterr().out == "stopped: a signal\n"
 
 
 def test_it_ends_in_silence_when_its_reader_has_gone(tmp_path: Path) -> None:
