@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -60,6 +61,7 @@ def test_a_loss_is_of_a_validation_only_where_there_is_one(tmp_path: Path) -> No
     steps = [row for row in rows if row["event"] == "step"]
     (epoch,) = [row for row in rows if row["event"] == "epoch"]
     facts = facts_of(path, steps)
+    assert "in 1 job" in facts
     assert "last validation loss" not in facts
     assert facts["last training loss"] == f"{steps[-1]['train_loss']:.4g}"
     # Within an epoch; and a metric that no epoch has yet.
@@ -73,3 +75,13 @@ def test_a_loss_is_of_a_validation_only_where_there_is_one(tmp_path: Path) -> No
     del epoch["val_loss"]
     facts = facts_of(path, [*steps[:50], epoch, *steps[50:]])
     assert facts["last training loss"] == "0.5"
+
+
+def test_a_run_without_times_of_ranks_has_no_duration(tmp_path: Path) -> None:
+    """As of a custom loop."""
+    path = make_run(tmp_path / "r", (Part(world_size=1, last=60),))
+    shutil.rmtree(path / "times")
+    run = Run(path)
+    facts = summary(run, jobs_of(run))
+    assert facts["steps"] == "60"
+    assert not facts["in 1 job"]

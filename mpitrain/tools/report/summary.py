@@ -72,7 +72,7 @@ def summary(run: Run, jobs: Sequence[JobTimes]) -> dict[str, str]:
     done = steps[-1].step if steps else 0
     total = metrics.began[-1].total_steps if metrics.began else None
     num_jobs = max(len(jobs), len(metrics.began), len(metrics.resumed) + 1)
-    seconds = sum(job.seconds for job in jobs)
+    seconds = sum(job.seconds for job in jobs)  # of none if no rank wrote its times
     total_of = sums(metrics.throughputs)
     num_samples, step_seconds = total_of.num_samples, total_of.seconds
     size, nodes = run.result.get("world_size"), run.result.get("num_nodes")
@@ -81,7 +81,7 @@ def summary(run: Run, jobs: Sequence[JobTimes]) -> dict[str, str]:
         f"last {kind} loss": number((losses or [math.nan])[-1]),
         f"test {best}": show(metrics.test.get(best, math.nan)),
         "steps": f"{done:,}" + (f" / {total:,}" if total and done < total else ""),
-        f"in {num_jobs} job{'s' * (num_jobs > 1)}": duration(seconds),
+        f"in {num_jobs} job{'s' * (num_jobs > 1)}": duration(seconds) if jobs else "",
         "samples/s": f"{num_samples / step_seconds:,.0f}" if step_seconds else "",
         "goodput": percent(goodput(run, jobs)),
         "ranks x nodes": f"{size} x {nodes}" if size else "",
