@@ -40,13 +40,14 @@ def mean_over_ranks(values: Mapping[str, Any], ranks: Communicator) -> dict[str,
 
 def before_step(
     path: Path, step: int, *, is_validation: bool = False
-) -> tuple[int, int, array[float]]:
+) -> tuple[int, int, int, array[float]]:
     """Return the bytes of a record before a step, and the validations in them.
 
-    And the losses since the last validation: the mean of an epoch has them all. If a
-    loop resumes with the validation after the step, the line of the step stays.
+    Between both the last step in them: a loop need not log each step. And the losses
+    since the last validation: the mean of an epoch has them all. If a loop resumes with
+    the validation after the step, the line of the step stays.
     """
-    num_bytes = num_validations = 0
+    num_bytes = last = num_validations = 0
     losses = array("d")
     with contextlib.suppress(OSError), path.open("rb") as file:
         for line in file:
@@ -58,11 +59,13 @@ def before_step(
             if row.get("step", 0) >= step + is_kept:
                 break
             num_bytes += len(line)
+            if of_epoch or row.get("event") == "step":
+                last = row.get("step", last)
             if of_epoch:
                 num_validations, losses = num_validations + 1, array("d")
             elif row.get("event") == "step" and "train_loss" in row:
                 losses.append(number(row["train_loss"]))
-    return num_bytes, num_validations, losses
+    return num_bytes, last, num_validations, losses
 
 
 def rows_of(

@@ -263,8 +263,7 @@ class Recorder(Callback):
         self._open_folder("refuse")
         record = self.run_dir / "metrics.jsonl"
         is_validation = all(it.startswith("val_") for it in names)
-        last = step if is_validation else step - 1
-        kept, num_validations, self._losses = before_step(
+        kept, last, num_validations, self._losses = before_step(
             record, step, is_validation=is_validation
         )
         self._open(keep_bytes=kept)

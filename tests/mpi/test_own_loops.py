@@ -256,6 +256,22 @@ def test_losses_that_are_infinite_with_both_signs_end_no_loop(
         assert math.isnan(epoch.train_loss)
 
 
+def test_a_loop_that_logs_some_steps_resumes_at_one_of_them(
+    world: World, ranks: Communicator, run_dir: Path
+) -> None:
+    recorder = Recorder(run_dir)
+    for step in (10, 20, 30):
+        recorder.log(step, loss=1.0)
+    recorder.finish(stopped="test")
+    recorder.log(30, loss=2.0)  # after the checkpoint of step 20
+    recorder.finish()
+    if world.is_rank_zero:
+        metrics = Run(run_dir).metrics
+        assert [it.step for it in metrics.resumed] == [20]
+        assert [it.loss for it in metrics.steps] == [1.0, 1.0, 2.0]
+    ranks.allgather(None)
+
+
 @pytest.mark.parametrize("stop_at", [3, 5])
 def test_a_custom_loop_resumes_exactly(
     world: World, ranks: Communicator, run_dir: Path, stop_at: int

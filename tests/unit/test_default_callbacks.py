@@ -109,18 +109,19 @@ def test_losses_since_the_last_validation_are_read_back(tmp_path: Path) -> None:
     ]
     file = tmp_path / "metrics.jsonl"
     file.write_text("".join(f"{row}\n" for row in rows))
-    size, num, losses = before_step(file, 4)
-    assert (num, losses.tolist()) == (1, [2.0, 3.0])
+    size, last, num, losses = before_step(file, 4)
+    assert (last, num, losses.tolist()) == (3, 1, [2.0, 3.0])
     assert size == len("".join(f"{row}\n" for row in rows[:-1]))
     # The loop was stopped between a step and its validation, or after that.
-    size, num, losses = before_step(file, 4, is_validation=True)
-    assert (size, num, losses.tolist()) == (file.stat().st_size, 1, [2.0, 3.0, 4.0])
+    size, last, num, losses = before_step(file, 4, is_validation=True)
+    assert (size, last, num) == (file.stat().st_size, 4, 1)
+    assert losses.tolist() == [2.0, 3.0, 4.0]
     with file.open("a") as more:
         more.write('{"event": "epoch", "step": 4}\n')
-    assert before_step(file, 4, is_validation=True) == (size, num, losses)
+    assert before_step(file, 4, is_validation=True) == (size, last, num, losses)
     # One that is not finite counts, as without a resume: their mean is not, either.
     file.write_text('{"event": "step", "step": 1, "train_loss": null}\n')
-    assert math.isnan(*before_step(file, 2)[2])
+    assert math.isnan(*before_step(file, 2)[3])
 
 
 def test_a_run_that_failed_tells_how_far_it_came(tmp_path: Path) -> None:
