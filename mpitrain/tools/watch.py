@@ -158,9 +158,13 @@ class View:
 
     def update(self) -> None:
         """Read what is new, and show it."""
+        resumed = self._metrics.resumed
         if self._read():  # a resumed job drops what its checkpoint does not hold
             for name, num in self._shown.items():
                 self._shown[name] = min(num, len(getattr(self._metrics, name)))
+            # A second resume from a checkpoint stands where the first one did.
+            before = [it for it in self._metrics.resumed if it in resumed]
+            self._shown["resumed"] = len(before)
         metrics = self._metrics
         for it in self._restarts[self._num_restarts :]:
             self._num_restarts += 1

@@ -81,6 +81,25 @@ def test_a_job_is_timed_from_its_own_resume_and_not_from_an_earlier_one(
     assert first_step(view, *done(201, now - 5)) == 200
 
 
+def test_a_second_resume_from_a_checkpoint_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    now = time.time()
+    kept = [begin(now - 60), *done(50, now - 50)]
+
+    def resumed(view: View, at: float) -> int:
+        resume = {"event": "resume", "time": at, "step": 50, "epoch": 1}
+        rows = [*kept, begin(at), resume]
+        text = "".join(json.dumps(row) + "\n" for row in rows)
+        (tmp_path / "metrics.jsonl").write_text(text)
+        view.update()
+        return capsys.readouterr().out.count("resumed from step 50")
+
+    view = View(tmp_path)
+    times = (now - 40, now - 40, now - 20)
+    assert [resumed(view, at) for at in times] == [1, 0, 1]
+
+
 def test_restarts_are_told_once_each(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
