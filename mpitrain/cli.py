@@ -156,8 +156,6 @@ def _folder_of(words: Sequence[str]) -> Path:
     from mpitrain.tools.jobs import chain
     from mpitrain.tools.sweep.config import read_sweep, read_training
 
-    if words[:1] == ["stage"]:
-        words = words[words.index("mpitrain") + 1 :]
     if words[:1] != ["sweep"]:
         return chain.run_dir_of(read_config(words[words[:1] == ["train"] :]))
     sweep_words, flags = _split(words[1:])

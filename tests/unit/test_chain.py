@@ -251,6 +251,10 @@ def test_what_cannot_be_supervised_is_refused(words: list[str], said: str) -> No
         (["mpirun", "python", "train.py"], "expected mpirun ... python -m mpitrain"),
         (["mpirun", "./train"], "expected mpirun ... python ... after --, found"),
         (["mpirun", "python", "-m", "mpitrain"], "expected its --name"),
+        (
+            [*["mpirun", "python", "-m", "mpitrain", "stage", "--", "python", "train.py"]],
+            "expected mpirun ... python -m mpitrain",
+        ),
     ],
 )
 def test_a_chain_is_of_trainings_with_a_name(words: list[str], said: str) -> None:

@@ -15,7 +15,9 @@ import pytest
 
 from mpitrain.cli import _folder_of, main
 from mpitrain.errors import UsageError
+from mpitrain.mpi.launchers import LAUNCHERS
 from mpitrain.tools.jobs.jobscript import JobscriptConfig, text_of
+from mpitrain.tools.jobs.launch_words import parse_words
 
 ROOT = Path(__file__).parents[2]
 SCHEDULERS = ("slurm", "pbs")
@@ -588,5 +590,6 @@ def test_the_training_can_start_from_a_staged_environment(
 
 
 def test_a_chain_knows_the_run_folder_of_a_staged_training() -> None:
-    words = ["stage", "--", "python", "-m", "mpitrain", "--name", "mine"]
-    assert _folder_of(words) == Path("runs/mine")
+    words = "mpirun python -m mpitrain stage -- python -m mpitrain --name mine"
+    flags = parse_words(words.split(), LAUNCHERS["openmpi"]).flags
+    assert _folder_of(flags) == Path("runs/mine")

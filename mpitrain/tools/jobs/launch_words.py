@@ -30,8 +30,8 @@ class LaunchWords:
 
     @property
     def flags(self) -> list[str]:
-        """What follows ``python -m mpitrain``."""
-        words = self.program
+        """What follows ``python -m mpitrain``, of a staged training within `stage`."""
+        words = self._training
         if words[1:3] != ("-m", "mpitrain"):
             raise UsageError(
                 "--jobs restarts a training of mpitrain: expected mpirun ... python "
@@ -42,11 +42,15 @@ class LaunchWords:
     @property
     def is_script(self) -> bool:
         """Whether the program is a script, which may write no result."""
-        words = self.program
-        # `stage` starts any of them; its own flags stand before the --.
-        if words[1:4] == ("-m", "mpitrain", "stage") and "--" in words:
-            words = words[words.index("--") + 1 :]
+        words = self._training
         return words[1:3] != ("-m", "mpitrain") or words[3:4] == ("run",)
+
+    @property
+    def _training(self) -> tuple[str, ...]:
+        # `stage` starts a training or a script; its own flags stand before the --.
+        words = self.program
+        is_staged = words[1:4] == ("-m", "mpitrain", "stage") and "--" in words
+        return words[words.index("--") + 1 :] if is_staged else words
 
     @property
     def exported(self) -> list[str]:
