@@ -71,12 +71,13 @@ def warn_of_values(values: Mapping[str, Any], warned: set[Any]) -> Mapping[str, 
     # ``warned`` has names that were warned of, and pairs of a name and a shape seen.
     for name, it in values.items():
         if getattr(it, "ndim", 0) > 1 and (name, it.shape[1:]) not in warned:
-            others = [k[1] for k in warned if type(k) is tuple and k[0] == name]
+            varies = any(type(key) is tuple and key[0] == name for key in warned)
             warned.add((name, it.shape[1:]))
-            if others and name not in warned and dist.get_rank() == 0:
+            if it.shape[0] != it.shape[1] or it.ndim > 2:
+                warned.add((name, "is no square"))
+            if varies and name not in warned and dist.get_rank() == 0:
                 warned.add(name)
-                # Of (N, 1) and (N,); the shape that was seen first may be no square.
-                are_pairs = it.ndim == 2 and it.shape[0] == it.shape[1]
+                are_pairs = (name, "is no square") not in warned
                 logger.warning(PAIRS if are_pairs else VARIES, *(name, tuple(it.shape)))
     found = {
         name
