@@ -252,7 +252,11 @@ def test_what_cannot_be_supervised_is_refused(words: list[str], said: str) -> No
         (["mpirun", "./train"], "expected mpirun ... python ... after --, found"),
         (["mpirun", "python", "-m", "mpitrain"], "expected its --name"),
         (
-            ["mpirun", "python", *["-m", "mpitrain", "stage", "--", "python", "train.py"]],
+            [
+                "mpirun",
+                "python",
+                *["-m", "mpitrain", "stage", "--", "python", "train.py"],
+            ],
             "expected mpirun ... python -m mpitrain",
         ),
     ],
