@@ -320,7 +320,6 @@ def load_param_groups(
 def schedules_to_save(optimizer: OptimizerWrapper) -> dict[str, Any]:
     """Return what JSON can hold of the user's optimizers and schedulers."""
     states = []
-    optimizer.warn_of_settings()
     for it in optimizer.optimizers:
         check_optimizer(it.optimizer)
         state = (

@@ -111,13 +111,6 @@ class Task:
                 f"task={self!r}; expected an object of a class of mpitrain.Task that "
                 "no other Trainer has"
             )
-        for name in dir(self):
-            if name.startswith("on_") or name == "test_step":
-                raise UsageError(
-                    f"{type(self).__name__}.{name} is never called; expected a hook of "
-                    "a mpitrain.Callback, passed in callbacks=, or for a test set "
-                    "validation_step"
-                )
         found: Callable[[], Any] = weakref.ref(trainer)
         self._has_trainer = True
         if collate_fn is not None:

@@ -178,7 +178,8 @@ def _checked(callback: Callback, name: str) -> Callable[..., None]:
     hook: Callable[..., None] = getattr(callback, name)
     names = [*inspect.signature(getattr(Callback, name)).parameters][1:]
     try:
-        inspect.signature(hook).bind(*names)
+        # Not what a decorator wraps: that is not what is called.
+        inspect.signature(hook, follow_wrapped=False).bind(*names)
     except TypeError:
         raise UsageError(
             f"{type(callback).__name__}.{name}{inspect.signature(hook)}; expected the "

@@ -24,8 +24,28 @@ logger = logging.getLogger("mpitrain")
 
 MAX_NAMED = 4  # weights that a message names
 
+DROPOUTS = (
+    nn.Dropout,
+    nn.Dropout1d,
+    nn.Dropout2d,
+    nn.Dropout3d,
+    nn.AlphaDropout,
+    nn.FeatureAlphaDropout,
+)
+
 INTEGERS = (torch.uint8, torch.int16, torch.int32, torch.int64, torch.bool)
 
+
+HOOKS = (
+    "on_train_",
+    "on_validation_",
+    "on_test_",
+    "on_predict_",
+    "on_fit_",
+    "on_before_",
+    "on_after_",
+)
+"""With what names of Lightning's hooks begin."""
 
 VARIES = (
     "%s has other shapes in other batches, %s now: if that is padding, it counts, and "
@@ -96,24 +116,43 @@ def warn_of_values(values: Mapping[str, Any], warned: set[Any]) -> Mapping[str, 
     return values
 
 
-def warn_of_ignored(
-    config: TrainConfig, callbacks: Sequence[Callback], task: Task
-) -> None:
-    """Warn of fields that are set and that have no effect in a script."""
-    of_tasks = {name for name, facts in config.changed.items() if facts.is_for_task}
+def warn_of_ignored(trainer: Any) -> None:
+    """Warn of fields that are set, and of hooks, that have no effect; local."""
+    config, task, callbacks = trainer.config, trainer.task, trainer.callbacks
+    changed = config.changed.items()
+    of_tasks = {name for name, facts in changed if facts.is_for_task}
     if ignored := of_tasks.difference(task.uses_settings):
         logger.warning(
-            "%s does not use %s of the TrainConfig; expected that in the step or in "
-            "the data set, or ImageClassification",
+            "%s does not have %s in uses_settings: no effect, unless its own code "
+            "reads that",
             *(type(task).__name__, ", ".join(sorted(ignored))),
         )
-    changed = {name for name, facts in config.changed.items() if facts.is_for_command}
-    if ignored := changed.difference(*(it.uses_settings for it in callbacks)):
+    hooks = [] if isinstance(task, Callback) else [*filter(_is_hook, dir(task))]
+    if found := [it for it in hooks if callable(getattr(task, it))]:
+        logger.warning(
+            "%s of %s: never called by the Trainer; expected hooks of a "
+            "mpitrain.Callback, passed in callbacks=",
+            *(", ".join(found), type(task).__name__),
+        )
+    for_command = {name for name, facts in changed if facts.is_for_command}
+    ignored = for_command.difference(*(it.uses_settings for it in callbacks))
+    if ignored and not trainer.uses_whole_config:
         logger.warning(
             "Trainer ignores %s of its TrainConfig; pass callbacks, such as "
             "mpitrain.default_callbacks(run_dir, config), instead",
             ", ".join(sorted(ignored)),
         )
+
+
+def _is_hook(name: str) -> bool:
+    """Whether a method is called by its name, here or by Lightning's trainer.
+
+    >>> [_is_hook(it) for it in ("on_step_end", "on_train_epoch_end", "on_manifold")]
+    [True, True, False]
+    """
+    return (hasattr(Callback, name) and name.startswith("on_")) or name.startswith(
+        HOOKS
+    )
 
 
 FUNCTIONS = {"optimizer": ["model"], "scheduler": ["optimizer", "total_steps"]}
@@ -211,32 +250,38 @@ def shown_names(names: Sequence[object], most: int = MAX_NAMED, by: str = ", ") 
     return by.join(map(str, names[:most])) + (f" and {more} more" if more > 0 else "")
 
 
-def warn_of_model(model: nn.Module, config: TrainConfig) -> None:
-    """Say what of a model as the user made it may not be meant; local.
+def warn_of_eval_mode(model: nn.Module, in_eval_mode: Sequence[nn.Module]) -> bool:
+    """Name parts whose dropout is off while they are trained; whether there are some.
 
-    Parts in evaluation mode keep it. A frozen batch norm, which is meant, has no parts;
-    a model that is in that mode as a whole is put into training mode.
+    A part keeps the mode that the user gave it, and `from_pretrained` gives this one.
     """
-    found: list[str] = []
-    for name, module in model.named_modules() if model.training else ():
+    modules, found = {*in_eval_mode}, list[str]()
+    for name, module in model.named_modules():
         is_within = any(name.startswith(f"{parent}.") for parent in found)
-        if module.training or is_within or not any(module.children()):
+        if module not in modules or is_within:
             continue
-        if any(weight.requires_grad for weight in module.parameters()):
+        off = (it for it in module.modules() if it in modules)
+        drops = any(isinstance(it, DROPOUTS) and it.p > 0 for it in off)
+        if drops and any(weight.requires_grad for weight in module.parameters()):
             found.append(name)
     if found:
         logger.warning(
             "%s: in evaluation mode, as from_pretrained() returns a model, and kept in "
-            "it, without dropout, though weights of it are trained. Expected "
+            "it, without dropout, though its weights require gradients. Expected "
             "model.train() before the Trainer, if that is not meant",
             shown_names(found),
         )
-    if config.precision != "fp64" and any(
-        weight.dtype == torch.float64 for weight in model.parameters()
-    ):
+    return bool(found)
+
+
+def warn_of_float64(model: nn.Module, config: TrainConfig) -> None:
+    """Say that a model of float64 is trained in another precision; local."""
+    dtypes = {it.dtype for it in model.parameters() if it.is_floating_point()}
+    if dtypes == {torch.float64} and config.precision != "fp64":
         logger.warning(
-            "the model is of float64, and is trained in float32; expected precision="
-            "'fp64' in the TrainConfig, if that is not meant"
+            "the model is of float64, and is trained with precision='%s'; expected "
+            "precision='fp64' in the TrainConfig, if that is not meant",
+            config.precision,
         )
 
 
@@ -280,7 +325,8 @@ def explain_call(
                 f"{type(model).__name__}.forward({names}) was called with {given}: "
                 f"{why}. Expected the arguments of the model: {expected}"
             ) from None
-    if args and isinstance(args[0], list) and len(args[0]) == 1:
+    is_list = bool(args) and isinstance(args[0], list) and len(args[0]) == 1
+    if is_list and isinstance(error, TypeError | AttributeError):
         hint = (
             "; samples of a TensorDataset of one tensor are lists of it: expected "
             "list(tensor) as the data set, or a TensorDataset of inputs and targets"

@@ -31,7 +31,8 @@ from mpitrain.train.checks import (
     explain_call,
     explain_no_grad,
     refuse_buffers,
-    warn_of_model,
+    warn_of_eval_mode,
+    warn_of_float64,
 )
 from mpitrain.train.data import TrainData
 from mpitrain.train.evaluate import (
@@ -152,7 +153,7 @@ class Engine:
             initialize_lazy(model.to(world.device), example.inputs)
         check_same_model(model, self.ranks, strategy.report_dependence)
         if world.is_rank_zero:
-            warn_of_model(model, config)
+            warn_of_float64(model, config)
         self.model = prepare_model(model, world, config)
         self._begins_sharded = False
         if is_on_meta(self.model):
@@ -165,6 +166,8 @@ class Engine:
         # Such as batch norm that the user has frozen; a whole model in eval() is not.
         modules = self.model.modules() if self.model.training else ()
         self._in_eval_mode = [module for module in modules if not module.training]
+        self._has_named_modes = False
+        self._num_predictions = 0
         strategy.check_model(self.model)
         for part in (samples, *self.data.val_sets.values()):
             strategy.check_samples(part)
@@ -253,6 +256,8 @@ class Engine:
                 "the model has no weight that requires a gradient; expected at least "
                 "one to train"
             ).on_all_ranks()
+        if self.world.is_rank_zero and not self._has_named_modes:
+            self._has_named_modes = warn_of_eval_mode(model, self._in_eval_mode)
         data.set_stage(part.samples)
         whole = self._whole_strategy
         is_whole = part.head is None or is_sharded
@@ -401,6 +406,8 @@ class Engine:
 
     def predict(self, data: Any, write: Writer | None) -> tuple[list[Any] | None, int]:
         """Return what `Trainer.predict` does, and the number of samples."""
+        num_before = self._num_predictions
+        self._num_predictions += 1
         does = "none" if write is None else "some"
         self.ranks.check_equal(does, "write=", "Expected the same on every rank")
         loads = self.data.test_loader(
@@ -413,7 +420,8 @@ class Engine:
                 self.data.evaluation_shard(loader, self.strategy),
                 self.ranks,
                 write,
-                self.strategy.seed_evaluation_batch,
+                # Another one each time: a user may average outputs that are drawn.
+                lambda it: self.strategy.seed_evaluation_batch(it, num_before),
             )
 
     @contextlib.contextmanager

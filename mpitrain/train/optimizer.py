@@ -232,7 +232,7 @@ class OptimizerWrapper:
         self._before: dict[str, Tensor] = {}  # float buffers
         # The host has the loss scale, and what the passes of a step have in common.
         self.may_defer = not self.scale.can_shrink and len(self.names) == 1
-        self._warned = set[str]()
+        self._has_warned = False
         self._has_stopped: Tensor | None = None  # bool `()`, on the device
         averaged = {} if config.ema_decay is None else self._state()
         self.ema_values = {
@@ -265,7 +265,10 @@ class OptimizerWrapper:
         self._present = [it for it in self.optimizers if it.name == name]
         scheduled = [it for it in self._present if it.scheduler is None]
         has_lost = [it.set_rates(rate_of) for it in scheduled]
-        self._warn_once("rates", LOST_RATE, is_due=any(has_lost))
+        is_due = any(has_lost) and not self._has_warned
+        if is_due and self._strategy.world.is_rank_zero:
+            self._has_warned = True
+            logger.warning(LOST_RATE)
         named = self._named_weights.values()
         # Not zeros: an optimizer leaves a weight without gradient alone, but would
         # decay one with zeros.
@@ -285,24 +288,6 @@ class OptimizerWrapper:
         if self._may_skip:
             buffers = self._strategy.float_buffers()
             self._before = {name: tensor.clone() for name, tensor in buffers.items()}
-
-    def warn_of_settings(self) -> None:
-        """Warn of what a callback has set in a group, if a checkpoint lacks it."""
-        # Of the user's optimizers it has all. The configured one is made by the
-        # configuration again, with other groups where the strategy is another.
-        one = self.optimizers[0]
-        found = "" if self.form or one.scheduler is not None else one.changed_settings()
-        self._warn_once(
-            "groups",
-            f"a callback has set {found} in a group of the configured optimizer; a "
-            "checkpoint does not have that. Expected optimizer=, whose groups it has",
-            is_due=bool(found),
-        )
-
-    def _warn_once(self, what: str, words: str, *, is_due: bool) -> None:
-        if is_due and what not in self._warned and self._strategy.world.is_rank_zero:
-            logger.warning("%s", words)
-            self._warned.add(what)
 
     @contextmanager
     def ema_weights(self) -> Iterator[None]:

@@ -27,20 +27,7 @@ class ScheduledOptimizer:
     scheduler: LRScheduler | None = None  # ``None``: the configured schedule
     interval: str = "step"  # or "epoch"
     monitor: str | None = None  # the metric that the scheduler is given
-    _rates: Sequence[Any] = ()  # of the groups in the last step
-    _settings: Sequence[dict[str, Any]] = ()  # of the groups in the first step
-
-    def changed_settings(self) -> str:
-        """Return what has changed since the first step: ``weight_decay = 0.1``."""
-        groups = self.optimizer.param_groups
-        found = {
-            f"{key} = {value}"
-            for group, first in zip(groups, self._settings, strict=False)
-            for key, value in group.items()
-            # `lr` is the schedule's, `fused` that of `check_fused`.
-            if key not in {"lr", "fused"} and value != first.get(key, value)
-        }
-        return ", ".join(sorted(found))
+    _rates: Sequence[tuple[Any, Any]] = ()  # of the last step: as set, and as used
 
     @property
     def local(self) -> Any:
@@ -116,10 +103,10 @@ class ScheduledOptimizer:
     def set_rates(self, rate_of: Callable[[float], float]) -> bool:
         """Set each group's rate by its own peak rate; whether others are lost."""
         groups = self.optimizer.param_groups
-        # Set after the last step: a rate that is set in `on_batch_start` counts. Not
-        # of tensors, which would be waited for.
+        # A rate that is set in `on_batch_start` counts, and may be set back after the
+        # step. Not of tensors, which would be waited for.
         has_lost = any(
-            before != group["lr"]
+            group["lr"] not in before
             for before, group in zip(self._rates, groups, strict=False)
             if isinstance(group["lr"], float)
         )
@@ -131,17 +118,15 @@ class ScheduledOptimizer:
                 group["lr"].fill_(lr)
             else:
                 group["lr"] = lr
-        if not self._settings:  # not before: `on_stage_start` may set some, in each job
-            kinds = (bool, float, tuple)
-            self._settings = [
-                {key: it for key, it in group.items() if isinstance(it, kinds)}
-                for group in groups
-            ]
+        self._rates = [(group["lr"], group["lr"]) for group in groups]
         return has_lost
 
     def end_step(self) -> None:
         """Step a scheduler of steps, and remember the rates of this step."""
-        self._rates = [group["lr"] for group in self.optimizer.param_groups]
+        used = [group["lr"] for group in self.optimizer.param_groups]
+        self._rates = [
+            (before[0], now) for before, now in zip(self._rates, used, strict=False)
+        ]
         if self.interval == "step":
             self.step_scheduler({})
 
@@ -160,20 +145,17 @@ class ScheduledOptimizer:
 
 def optimizers_of(made: Any) -> list[ScheduledOptimizer]:
     """Return what `Task.configure_optimizers` has made, in a list."""
-    # Ours is a flat list, or a dict by names of passes.
+    # Ours is a flat list, or a dict by names of passes. No comparison of ranks is
+    # before this: each raises for itself.
     names = [*made] if isinstance(made, Mapping) else []
     parts = made if isinstance(made, list | tuple) else ()
     others = list, tuple, Mapping, LRScheduler
-    if (
-        "lr_scheduler" in names
-        or names == ["optimizer"]
-        or any(isinstance(it, others) for it in parts)
-    ):
+    if "lr_scheduler" in names or any(isinstance(it, others) for it in parts):
         raise UsageError(
             "configure_optimizers returned one of Lightning's forms, with a scheduler; "
             "expected the optimizer, and the scheduler from "
             "configure_schedulers(optimizers, total_steps)"
-        ).on_all_ranks()
+        )
     return [
         ScheduledOptimizer(name=name, optimizer=it)
         for name, listed in _by_name(made).items()

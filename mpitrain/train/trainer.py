@@ -480,8 +480,8 @@ class Trainer:
     def _set_up_once(self) -> Iterator[Engine]:
         """Set up and start the callbacks; tell them of an exception; close workers."""
         assert self.world is not None
-        if self.world.is_rank_zero and not self.uses_whole_config:
-            checks.warn_of_ignored(self.config, self.callbacks, self.task)
+        if self.world.is_rank_zero:
+            checks.warn_of_ignored(self)
         engine = self.engine if self._is_set_up else self.set_up()
         self._is_set_up = False
         try:

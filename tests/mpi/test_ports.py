@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from reference_training import BATCH_SIZE, Net, some
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from mpitrain import Callback, Task, TrainConfig, Trainer, UsageError, World
+from mpitrain import Callback, Stage, Task, TrainConfig, Trainer, UsageError, World
 from mpitrain.data.randomness import seed_all, step_seed
 
 pytestmark = [
@@ -49,7 +50,9 @@ class Pretrained(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.encoder = nn.Sequential(nn.Linear(1, 8), nn.Dropout(0.5), nn.Linear(8, 1))
+        self.encoder = nn.Sequential(
+            nn.Linear(1, 8), nn.Dropout(0.5), nn.Dropout(0.1), nn.Linear(8, 1)
+        )
         self.encoder.eval()
         self.encoder[1].train()
         self.seen: set[tuple[bool, ...]] = set()
@@ -67,7 +70,7 @@ def test_each_module_keeps_its_mode_and_one_without_dropout_is_named(
 ) -> None:
     model = Pretrained()
     Trainer(model, points(), points(), config_of(), world=world, task=Squares()).fit()
-    assert model.seen == {(False, False, True, False)}
+    assert model.seen == {(False, False, True, False, False)}
     found = [it for it in caplog.messages if "without dropout" in it]
     assert [it.split(":")[0] for it in found] == ["encoder"] * world.is_rank_zero
 
@@ -78,6 +81,7 @@ def test_each_module_keeps_its_mode_and_one_without_dropout_is_named(
         lambda model: model,
         lambda model: model.eval(),  # trained in training mode
         lambda model: model[1].eval(),  # a frozen batch norm
+        lambda model: model[2].eval(),  # a part without dropout
         lambda model: model[0].eval().requires_grad_(False),
     ],
 )
@@ -85,10 +89,32 @@ def test_modes_that_are_meant_are_not_named(
     world: World, freeze: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     part = nn.Sequential(nn.Linear(1, 8), nn.Dropout(0.1))
-    model = nn.Sequential(part, nn.BatchNorm1d(8), nn.Linear(8, 1))
+    last = nn.Sequential(nn.Dropout(0.0), nn.Linear(8, 1))
+    model = nn.Sequential(part, nn.BatchNorm1d(8), last)
     freeze(model)
     Trainer(model, points(), None, config_of(), world=world, task=Squares()).fit()
     assert "without dropout" not in caplog.text
+
+
+def test_a_part_without_dropout_is_named_in_the_stage_that_trains_it(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = nn.Sequential(
+        nn.Sequential(nn.Linear(1, 8), nn.Dropout(0.1)), nn.Linear(8, 1)
+    )
+    model[0].eval()
+    only_last = Stage(name="last", epochs=1, trainable="1")
+    for stages, num in (([only_last], 0), ([only_last, Stage(epochs=1)], 1)):
+        Trainer(
+            model,
+            points(),
+            points(),
+            TrainConfig(global_batch_size=BATCH_SIZE),
+            world=world,
+            task=Squares(),
+            stages=stages,
+        ).fit()
+        assert caplog.text.count("without dropout") == num * world.is_rank_zero
 
 
 def test_a_model_of_float64_that_is_trained_in_float32_is_named(
@@ -119,7 +145,6 @@ def with_scheduler(model: nn.Module) -> Any:
         lambda it, s: {"optimizer": it, "lr_scheduler": s},
         lambda it, s: ([it], [s]),
         lambda it, s: [{"optimizer": it, "lr_scheduler": s}],
-        lambda it, _: {"optimizer": it},
         lambda it, s: [it, s],
     ],
 )
@@ -181,17 +206,33 @@ def test_a_validation_of_derivatives_says_how(world: World) -> None:
 
 
 class Hooked(Squares):
+    """Has a hook that nothing calls, and helpers with names such as a hook's."""
+
+    on_policy = True
+
+    def on_manifold(self) -> None: ...
+
     def on_train_epoch_end(self) -> None: ...
 
 
-class WithTest(Squares):
-    def test_step(self, model: Any, batch: Any) -> Any: ...
+class Both(Squares, Callback):
+    """Is a callback, too."""
+
+    def on_step_end(self, trainer: Any) -> None: ...
 
 
-@pytest.mark.parametrize("kind", [Hooked, WithTest])
-def test_a_task_with_hooks_is_refused(world: World, kind: type[Task]) -> None:
-    with pytest.raises(UsageError, match=f"{kind.__name__}.* is never called"):
-        Trainer(mlp(), points(), None, config_of(), world=world, task=kind())
+@pytest.mark.parametrize("kind", [Hooked, Both])
+def test_hooks_of_a_task_that_are_never_called_are_named(
+    world: World, kind: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    task = kind()
+    callbacks = [task] if kind is Both else []
+    Trainer(
+        mlp(), points(), None, config_of(), world=world, task=task, callbacks=callbacks
+    ).fit()
+    found = [it for it in caplog.messages if "never called" in it]
+    num = world.is_rank_zero and kind is Hooked
+    assert [it.split(":")[0] for it in found] == ["on_train_epoch_end of Hooked"] * num
 
 
 class WithModule(Callback):
@@ -206,7 +247,20 @@ class WithAny(Callback):
     def on_fit_end(self, *arguments: Any) -> None: ...
 
 
-@pytest.mark.parametrize("kind", [WithModule, WithoutTrainer, WithAny])
+def with_number(hook: Any) -> Any:
+    @functools.wraps(hook)
+    def called(self: Any, trainer: Any) -> None:
+        hook(self, trainer, 1)
+
+    return called
+
+
+class Decorated(Callback):
+    @with_number
+    def on_fit_end(self, trainer: Any, number: int) -> None: ...
+
+
+@pytest.mark.parametrize("kind", [WithModule, WithoutTrainer, WithAny, Decorated])
 def test_a_hook_of_other_arguments_is_refused_before_the_training(
     world: World, kind: type[Callback]
 ) -> None:
@@ -219,7 +273,7 @@ def test_a_hook_of_other_arguments_is_refused_before_the_training(
         task=Squares(),
         callbacks=[kind()],
     )
-    if kind is WithAny:
+    if kind in (WithAny, Decorated):
         trainer.fit()
         return
     with pytest.raises(UsageError, match=r"expected the arguments trainer$"):
@@ -256,7 +310,7 @@ def test_settings_that_a_task_does_not_read_are_named(
         world=world,
         task=task and task(),
     ).fit()
-    found = [it for it in caplog.messages if "does not use label_smoothing" in it]
+    found = [it for it in caplog.messages if "does not have label_smoothing" in it]
     assert len(found) == (world.is_rank_zero and task is not None)
 
 
@@ -294,6 +348,26 @@ def test_what_a_validation_draws_depends_on_nothing_else(
     if world.is_rank_zero:
         for name, value in states[0].items():
             assert torch.equal(value, states[1][name]), name
+
+
+class Drops(Squares):
+    """Predicts with dropout, for the spread of several predictions."""
+
+    def predict_step(self, model: Any, batch: Any) -> Any:
+        return torch.nn.functional.dropout(batch.inputs, 0.5, training=True)
+
+
+def test_each_prediction_draws_other_numbers_of_each_sample(world: World) -> None:
+    def predictions() -> list[Any]:
+        trainer = Trainer(mlp(), points(), None, config_of(), world=world, task=Drops())
+        trainer.fit()
+        found = [trainer.predict(points(96)) for _ in range(2)]
+        return [it and torch.stack(it) for it in found] if found[0] else []
+
+    first, second = predictions(), predictions()
+    if world.is_rank_zero:
+        assert not torch.equal(first[0], first[1])
+        assert all(map(torch.equal, first, second))
 
 
 def test_a_set_of_one_tensor_says_what_to_give(world: World) -> None:

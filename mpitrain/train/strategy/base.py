@@ -345,12 +345,14 @@ class Strategy:
         if buffers and self.world.world_size > 1:
             broadcast_coalesced(dist.group.WORLD, buffers, BUCKET_BYTES, 0)
 
-    def seed_evaluation_batch(self, number: int) -> None:
+    def seed_evaluation_batch(self, number: int, num_before: int = 0) -> None:
         """Seed what a batch of an evaluation draws: the same on any number of ranks.
 
         Batches of an evaluation do not depend on it; training's epochs begin with 1.
+        Of predictions each has other numbers: ``num_before`` counts those before it.
         """
-        seed = step_seed(self.config.seed, 0, 0, f"{number}")
+        purpose = f"{number}" + f" {num_before}" * (num_before > 0)
+        seed = step_seed(self.config.seed, 0, 0, purpose)
         seed_all(seed, self.world.device)
 
     def reshard(self) -> None:
