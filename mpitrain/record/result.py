@@ -58,14 +58,23 @@ def record_failure(run_dir: Path, message: str, status: int = 1) -> None:
     """
     if is_finished(run_dir):
         return
-    # Rank zero has the counts in its memory, and may be the one that is gone.
-    record = run_dir / "metrics.jsonl"
-    done = {**_counts_of(record), **progress_of(record), **cost_if_known(run_dir)}
+    before = read_result(run_dir)
+    was_stopped = before.get("status") == "stopped"
+    values: dict[str, Any] = {"status": "failed", "error": message}
     if status == Stopped.exit_status:
         reason = message.rpartition("Stopped: ")[2]
-        update_result(run_dir, status="stopped", stopped=reason, **done)
-    else:
-        update_result(run_dir, status="failed", error=message, **done)
+        reason = before["stopped"] if was_stopped and "stopped" in before else reason
+        values = {"status": "stopped", "stopped": reason}
+    # Rank zero has the counts in its memory, and may be the one that is gone.
+    record = run_dir / "metrics.jsonl"
+    progress = progress_of(record)
+    if was_stopped:  # it was not gone then; a loop may have written none
+        progress = {k: max(num, before.get(k, 0)) for k, num in progress.items()}
+    values |= {**progress, **cost_if_known(run_dir)}
+    update_result(run_dir, **values)
+    # Last: a long record takes longer to read than the end of a job waits.
+    if not was_stopped and (counts := _counts_of(record)):
+        update_result(run_dir, **values, **counts)
 
 
 def _counts_of(path: Path) -> dict[str, Any]:

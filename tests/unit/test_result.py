@@ -122,3 +122,45 @@ def test_a_failure_keeps_the_seconds_of_a_custom_loop(tmp_path: Path) -> None:
     result = json.loads((tmp_path / "result.json").read_text())
     assert (result["train_seconds"], result["val_score"]) == (60.0, 2.0)
     assert (result["steps"], result["epochs"]) == (3, 1)
+
+
+def test_a_failure_is_recorded_before_its_counts_are_known(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To read a long record takes longer than the end of a job waits for it."""
+    of_trainer, recorder = trainer(), Recorder(tmp_path, is_open=True)
+    recorder.on_fit_start(of_trainer)
+    train(recorder, of_trainer, 25)
+    recorder.flush()
+
+    def abandoned(_: Path) -> None:
+        raise TimeoutError
+
+    monkeypatch.setattr("mpitrain.record.result._counts_of", abandoned)
+    with pytest.raises(TimeoutError):
+        record_failure(tmp_path, "boom")
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert (result["status"], result["error"]) == ("failed", "boom")
+    assert counts(tmp_path)[:2] == (25, 2)
+
+
+@pytest.mark.parametrize("status", [75, 1])
+def test_the_end_of_a_stopped_job_keeps_the_counts_of_the_stop(
+    tmp_path: Path, status: int
+) -> None:
+    """Those of the epoch under way are in memory, not in the record."""
+    of_trainer, recorder = trainer(), Recorder(tmp_path, is_open=True)
+    recorder.on_fit_start(of_trainer)
+    train(recorder, of_trainer, 15)
+    recorder.on_stop(of_trainer, "the time limit is near")
+    before = json.loads((tmp_path / "result.json").read_text())
+    # The record of a disk that was full, say.
+    (tmp_path / "metrics.jsonl").write_text(
+        '{"event": "step", "epoch": 1, "step": 4}\n'
+    )
+    record_failure(tmp_path, "Stopped: the script's words", status)
+    after = json.loads((tmp_path / "result.json").read_text())
+    if status == 1:
+        del before["stopped"]
+        before |= {"status": "failed", "error": "Stopped: the script's words"}
+    assert after == before
