@@ -37,6 +37,10 @@ def choice_of_three(folder: Path, file: Path) -> NodeChoice:
         ("python -m mpitrain stage -- python -m mpitrain --epochs 3", False),
         ("python -m mpitrain stage --to /tmp -- python -m mpitrain run x.py", True),
         ("python -m mpitrain stage -- python x.py -- stage", True),
+        ("python -m mpitrain stage -- numactl -N0 python -m mpitrain --name x", False),
+        ("python -m mpitrain stage -- numactl -N0 python x.py", True),
+        ("python -m mpitrain stage -- /a/bin/mpitrain --name x", False),
+        ("python -m mpitrain stage -- numactl -N0 mpitrain run x.py", True),
     ],
 )
 def test_a_script_is_known_although_stage_starts_it(

@@ -49,8 +49,15 @@ class LaunchWords:
     def _training(self) -> tuple[str, ...]:
         # `stage` starts a training or a script; its own flags stand before the --.
         words = self.program
-        is_staged = words[1:4] == ("-m", "mpitrain", "stage") and "--" in words
-        return words[words.index("--") + 1 :] if is_staged else words
+        if words[1:4] != ("-m", "mpitrain", "stage") or "--" not in words:
+            return words
+        words = words[words.index("--") + 1 :]
+        for i, word in enumerate(words):  # others stand before it, such as numactl
+            if PYTHON.fullmatch(word):
+                return words[i:]
+            if Path(word).name == "mpitrain":  # the command: the same as python -m
+                return "python", "-m", "mpitrain", *words[i + 1 :]
+        return words
 
     @property
     def exported(self) -> list[str]:
