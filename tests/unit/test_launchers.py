@@ -124,6 +124,29 @@ def test_without_memory_a_site_s_script_has_no_line_for_it(
     assert re.search(r"^#(SBATCH --nodes=|PBS -l (select|ncpus)=)", script, re.M)
 
 
+@pytest.mark.parametrize(
+    ("line", "is_kept"),
+    [
+        ("#SBATCH --mem={mem}", False),
+        ("#SBATCH --mem-per-cpu={mem}", False),
+        ("#SBATCH --mem {mem}", False),
+        ("#PBS -l mem={all_mem}b", False),
+        ("#SBATCH --exclusive --mem={mem}", True),
+        ("#PBS -l select=2:mem={mem}", True),
+    ],
+)
+def test_only_a_line_for_nothing_else_is_left_out(
+    line: str, is_kept: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    scheduler = "slurm" if line.startswith("#SBATCH") else "pbs"
+    words = ["jobscript", scheduler, "--mem", "None", "--resources", line]
+    assert main(words) == (2 if is_kept else 0)
+    found = capsys.readouterr()
+    if is_kept:
+        assert "(with --mem: mem, all_mem)" in found.err
+    assert not re.search(r"^#\w+ .*\bmem[-=]", found.out, re.M)
+
+
 @pytest.mark.parametrize("runtime", get_args(Runtime))
 def test_ranks_are_started_in_each_kind_of_container(
     runtime: str, capsys: pytest.CaptureFixture[str]

@@ -37,7 +37,8 @@ PARTITION = r"\w[\w.,-]*", "letters, digits and . , -"
 QUEUE = r"\w[\w.@-]*", "letters, digits and . @ -"
 NAME = r"[A-Za-z][\w.+-]*", "a letter, then letters, digits and . + -"
 MAIL = r"[\w.+@-]+", "an address, such as me@example.org"
-MEM_ALONE = re.compile(r"[^{}=]*=?\{(all_)?mem\}\w*")  # a line for nothing else
+# A line for nothing else.
+MEM_ALONE = re.compile(r"#\w+ +(-l +)?(--)?mem[\w-]*[= ]\{(all_)?mem\}\w*")
 DIRECTIVES = {"slurm": "#SBATCH ", "pbs": "#PBS "}
 
 
@@ -249,7 +250,8 @@ def _filled(flag: str, line: str, amounts: Mapping[str, object]) -> str:
     try:
         return line.format(**amounts)
     except (KeyError, IndexError, ValueError):
-        known = ", ".join(amounts) + " (with --mem: mem)" * ("mem" not in amounts)
+        known = ", ".join(amounts)
+        known += " (with --mem: mem, all_mem)" * ("mem" not in amounts)
         raise UsageError(f"{flag} {line!r}: in braces expected {known}") from None
 
 
