@@ -24,6 +24,8 @@ from pathlib import Path
 from mpitrain.errors import LaunchError, UsageError
 from mpitrain.schedulers.allocation import AllocatedNode, JobRecord, lost_in, query
 
+SKEW_SECONDS = 60.0  # how much the clocks of two nodes may differ
+
 
 def read_allocation(environ: Mapping[str, str]) -> tuple[AllocatedNode, ...]:
     """Read the nodes and slots, on the job's first node."""
@@ -66,7 +68,7 @@ def parse_time_left(text: str, now: float) -> float | None:
     used = _seconds_of("resources_used", text) or 0.0
     # An hour that comes twice, at the end of summer time, may be either of the two.
     starts = (_time_of("stime", text, fold) for fold in (0, 1))
-    passed = [now - it for it in starts if it is not None]
+    passed = [now - it for it in starts if it is not None and now - it >= -SKEW_SECONDS]
     # Without any it has just started. PBS renews what is used every few minutes only.
     return limit - min(passed, key=lambda it: abs(it - used), default=used)
 
