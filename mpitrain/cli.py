@@ -111,8 +111,8 @@ def jobscript(argv: Sequence[str]) -> None:
     """Print a job script for SLURM or PBS."""
     from mpitrain.tools.jobs import jobscript
 
-    flags, words = _split(argv)
-    flags = jobscript.with_site(flags)
+    typed, words = _split(argv)
+    flags = jobscript.with_site(typed)
     config = _read(jobscript.JobscriptConfig, "jobscript", flags)
     if config.show and config.site is not None:
         _write(jobscript.site_file(config.site).read_text(), config.output)
@@ -122,6 +122,13 @@ def jobscript(argv: Sequence[str]) -> None:
         print(f"warning: {text}", file=sys.stderr, flush=True)
     command = words[0] if words and words[0] in COMMANDS else "train"
     words = words[words[:1] == [command] :]
+    # That of a site's file is for its trainings.
+    is_warm = config.warm and "--warm" in {it.partition("=")[0] for it in typed}
+    if is_warm and config.jobs == 1 and not jobscript.restarts_of(config, command):
+        raise UsageError(
+            f"--warm: {command!r} is started once; expected --restarts of at least 1 "
+            "beside it"
+        )
     # A mistake need not queue first.
     if command == "train" and _is_script(words):
         raise UsageError(f"found a script after --. Type: -- run {shlex.join(words)}")

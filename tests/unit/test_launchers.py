@@ -208,6 +208,19 @@ def test_a_site_may_switch_a_flag_on_and_off_as_yaml_does(
     script = capsys.readouterr().out
     assert " --warm -- " in script
     assert "mpitrain stage" not in script
+    # The file is for trainings, too: a check, which is started once, is not refused.
+    assert main(["jobscript", "--site", str(mine), "--", "check"]) == 0
+    assert "--warm" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("words", [["--", "check"], ["--restarts", "0"]])
+def test_warm_starts_are_refused_where_there_is_one_start(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["jobscript", "slurm", "--warm", *words]) == 2
+    assert "is started once; expected --restarts of" in capsys.readouterr().err
+    assert main(["jobscript", "slurm", "--warm", "--restarts", "1"]) == 0
+    assert " --warm " in capsys.readouterr().out
 
 
 def test_words_of_binding_are_the_site_s_or_the_launcher_s(

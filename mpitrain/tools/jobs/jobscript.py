@@ -196,9 +196,7 @@ def text_of(
     more = "" if is_bound else launcher.binding
     program, *options = f"{launcher.command} {more}".format(**amounts).split()
     options += given
-    restarts = config.restarts
-    if restarts is None and config.jobs == 1:
-        restarts = 0 if command == "check" else RESTARTS
+    restarts = restarts_of(config, command)
     venv = config.venv.expanduser()
     from_where = "from any folder"
     if command == "run" or any(it.startswith("--task") for it in words):
@@ -244,6 +242,13 @@ def text_of(
     }
     text = templates.get_template(f"{config.scheduler}.sh").render(values)
     return re.sub("\n{3,}", "\n\n", text)  # around a block that is empty
+
+
+def restarts_of(config: JobscriptConfig, command: str) -> int | None:
+    """Return how often a job starts `command` again; ``None``: without a limit."""
+    if config.restarts is None and config.jobs == 1:
+        return 0 if command == "check" else RESTARTS
+    return config.restarts
 
 
 def _filled(flag: str, line: str, amounts: Mapping[str, object]) -> str:
