@@ -44,6 +44,36 @@ def test_a_later_job_does_not_change_what_a_restart_has_cost(tmp_path: Path) -> 
     assert cost == replace(costs[1], steps=120, step_seconds=cost.step_seconds)
 
 
+def test_a_restart_whose_lines_a_resume_has_cut_has_not_cost_the_queue(
+    tmp_path: Path,
+) -> None:
+    """Its job was evicted before a checkpoint; the next one has waited ten hours."""
+    first = Part(world_size=2, last=120)
+    begins = Part(world_size=2, first=101, last=110)
+    queue = Part(world_size=2, first=101, last=400, pause_seconds=36_000)
+    costs, shares = [], []
+    for num in (2, 3):
+        path = make_run(tmp_path / f"{num}", (first, begins, queue)[:num])
+        fault = Restart(time=jobs_of(Run(path))[0].ended + 1.0, step=120, error="x")
+        record_restart(path, fault)
+        lines = (path / "metrics.jsonl").read_text().splitlines()
+        rows = [json.loads(it) for it in lines]
+        if num == 3:
+            resumed = jobs_of(Run(path))[1].began + START_SECONDS
+            rows = [it for it in rows if abs(it.get("time", 0.0) - resumed) > 1.0]
+            write_rows(path, rows)
+        run = Run(path)
+        assert len(run.metrics.began) == 2
+        costs += restart_costs(run)
+        shares.append(goodput(run, jobs_of(run)))
+    assert [it.steps for it in costs] == [20, 20]
+    assert costs[0].down_seconds == pytest.approx(costs[1].down_seconds)
+    jobs = jobs_of(run)
+    total = sum(job.seconds for job in jobs) + jobs[1].began - jobs[0].ended
+    lost = 2 * START_SECONDS + costs[1].step_seconds + costs[1].down_seconds
+    assert shares[1] == pytest.approx(1 - lost / total)
+
+
 def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
     text = "".join(f"{json.dumps(row)}\n" for row in rows)
     (path / "metrics.jsonl").write_text(text)

@@ -136,26 +136,31 @@ def restart_costs(run: Run) -> list[RestartCost]:
     """Return what each restart of a run has cost."""
     total = sums(run.metrics.throughputs)
     seconds = total.seconds / total.num_steps if total.num_steps else 0.0
-    metrics, found = run.metrics, []
+    metrics, jobs, found = run.metrics, jobs_of(run), []
     began = [it.time for it in metrics.began]
     starts = sorted([*began, *(it.time for it in metrics.resumed)])
     ends = [*(it.time for it in run.restarts[1:]), math.inf]
     for restart, end in zip(run.restarts, ends, strict=False):
-        time = next((it for it in starts if restart.time <= it < end), None)
-        if time is None and end == math.inf:
+        first = next((it for it in starts if it >= restart.time), math.inf)
+        job = next((it for it in jobs if restart.time <= it.began < end), None)
+        # A job that ends before its first checkpoint: the next resume cuts its lines
+        # in the record, and begins at the same step.
+        next_job = next((it.began for it in jobs if job and it.began > job.began), end)
+        is_cut = job is not None and next_job <= first
+        if first == end == math.inf:
             continue  # it has not begun yet
-        if time is None:
+        if first == math.inf or (first >= end and not is_cut):
             # One that failed before that has cost the time until the next.
             time, step = end, restart.step
         else:
             # Another job may have resumed later, with no restart between.
-            until = min((it for it in began if it > time), default=end)
-            resumed = (
-                it for it in metrics.resumed if time <= it.time < min(until, end)
-            )
-            first = next(resumed, None)
+            until = min((it for it in began if it > first), default=math.inf)
+            until = until if is_cut else min(until, end)
+            resumes = (it for it in metrics.resumed if first <= it.time < until)
             # Without a checkpoint it has begun at step 0.
-            time, step = (time, 0) if first is None else (first.time, first.step)
+            time, step = next(((it.time, it.step) for it in resumes), (first, 0))
+            if job is not None and is_cut:
+                time = job.began + _start_seconds(job)
         steps = max(0, restart.step - step)
         found.append(
             RestartCost(
