@@ -24,7 +24,7 @@ from mpitrain.record.jsonl import changed_at
 from mpitrain.record.reading import Began, Metrics, make
 from mpitrain.record.run_dir import read_result
 from mpitrain.record.runs import RUN, is_held, lock_host
-from mpitrain.record.supervised import Restart, read_restarts
+from mpitrain.record.supervised import RESTARTS, Restart, read_restarts
 from mpitrain.settings import setting
 from mpitrain.tools.sweep.config import PROGRESS, SETTINGS
 from mpitrain.train.progress import (
@@ -39,7 +39,9 @@ from mpitrain.train.progress import (
 
 POLL_SECONDS = 1.0  # how often the files are read
 NUM_EPOCHS = 5  # epochs shown at the start
-GONE_SECONDS = 5.0  # a job of this host that holds no lock for so long has ended
+# A job of this host that holds no lock for so long has ended. Longer than mpirun may
+# take to end under `supervise`, which then writes of a restart.
+GONE_SECONDS = 10.0
 # On other hosts, where locks may not be visible, a job has ended if it has also written
 # nothing for so long.
 STILL_SECONDS = 300.0
@@ -214,6 +216,7 @@ class View:
             self._gone_since = None
             return None
         if self._is_restarting():
+            self._gone_since = None
             return None
         self._gone_since = self._gone_since or time.monotonic()
         if time.monotonic() - self._gone_since < GONE_SECONDS and not at_once:
@@ -230,7 +233,8 @@ class View:
 
     def _is_restarting(self) -> bool:
         """Whether `supervise` starts a job that has not opened the run yet."""
-        at = max((it.time for it in self._restarts), default=0.0)
+        # Both of the file server's clock, which differs from those of nodes.
+        at = changed_at(self._path / RESTARTS) or 0.0
         ended = changed_at(self._path / "result.json") or 0.0
         return ended < at and time.time() - at < STILL_SECONDS
 

@@ -15,8 +15,9 @@ import pytest
 from run_folders import Part, make_run
 
 from mpitrain.record.supervised import Restart, record_restart
+from mpitrain.tools.jobs.supervisor import LINGER_SECONDS
 from mpitrain.tools.sweep.config import SETTINGS
-from mpitrain.tools.watch import View, WatchConfig, watch
+from mpitrain.tools.watch import GONE_SECONDS, View, WatchConfig, watch
 
 
 def begin(at: float) -> dict[str, Any]:
@@ -142,20 +143,34 @@ def test_a_failure_ends_it_unless_the_job_is_started_again(
         view.update()
         return view.end_line(at_once=at_once)
 
+    def restart(at: float) -> None:
+        # The time in it is of another clock than those of the file server.
+        record_restart(tmp_path, Restart(time=now - 900, step=4, error=error))
+        os.utime(tmp_path / "restarts.jsonl", (at, at))
+
     view = View(tmp_path)
     assert end(now) is None  # `supervise` has not written of a restart yet
     assert end(now, at_once=True) == f"failed: {error}"
-    monkeypatch.setattr("mpitrain.tools.watch.GONE_SECONDS", 0.0)
-    assert end(now) == f"failed: {error}"
-    record_restart(tmp_path, Restart(time=now, step=4, error=error))
+    with monkeypatch.context() as no_wait:
+        no_wait.setattr("mpitrain.tools.watch.GONE_SECONDS", 0.0)
+        assert end(now) == f"failed: {error}"
+        restart(now)
+        assert end(now - 1) is None
+        assert end(now - 1, at_once=True) is None
+        assert end(now + 1) == f"failed: {error}"  # the job that was started, too
+    # It waits anew for what follows that one.
     assert end(now - 1) is None
-    assert end(now - 1, at_once=True) is None
-    assert end(now + 1) == f"failed: {error}"  # the job that was started, too
+    later = time.monotonic() + GONE_SECONDS
+    monkeypatch.setattr(time, "monotonic", lambda: later)
+    assert end(now + 1) is None
     # A restart that has not opened the run for so long does so no more.
-    record_restart(tmp_path, Restart(time=now - 310, step=4, error=error))
-    file = tmp_path / "restarts.jsonl"
-    file.write_text(file.read_text().splitlines()[-1] + "\n")
+    monkeypatch.setattr("mpitrain.tools.watch.GONE_SECONDS", 0.0)
+    restart(now - 310)
     assert end(now - 320) == f"failed: {error}"
+
+
+def test_it_waits_longer_than_supervise_for_the_end_of_mpirun() -> None:
+    assert GONE_SECONDS > LINGER_SECONDS
 
 
 def test_a_sweep_whose_lock_nobody_can_see_is_over_by_its_status(
