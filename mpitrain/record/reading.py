@@ -26,6 +26,8 @@ from mpitrain.train.metrics import OTHER, PHASES, EpochMetrics, StepMetrics, Thr
 
 # --- metrics.jsonl ----------------------------------------------------------------
 
+NOT_LOGGED = float("nan")  # by identity: any other nan was logged
+
 
 @dataclass(frozen=True, kw_only=True)
 class TimedThroughput(Throughput):
@@ -113,7 +115,9 @@ class Metrics(JsonlReader):
             case "step":
                 # A custom loop may have logged others.
                 of_step = ("train_loss", "lr", "gradient_norm")
-                loss, lr, norm = (number(row.get(name)) for name in of_step)
+                loss, lr, norm = (
+                    number(row[it]) if it in row else NOT_LOGGED for it in of_step
+                )
                 step = int(row["step"])
                 # Most steps have none of the rest, and share one empty default: a
                 # dictionary for each of a million steps would take 64 MB.

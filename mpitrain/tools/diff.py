@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +16,7 @@ from mpitrain.config import TrainConfig
 from mpitrain.errors import UsageError
 from mpitrain.record.environment import facts_for_bits
 from mpitrain.record.fingerprints import FILE, FingerprintFile, hash_of
-from mpitrain.record.reading import Run
+from mpitrain.record.reading import NOT_LOGGED, Run
 from mpitrain.record.runs import differences
 from mpitrain.settings import facts_of, setting
 from mpitrain.tools.export import is_complete, read_tensors, read_weights
@@ -139,9 +138,9 @@ def _steps(run: Run) -> Values:
             continue
         # A custom loop has logged the step by several calls, maybe a name twice.
         for name, value in values.items():
-            if math.isnan(of_step.get(name, math.nan)):
+            if of_step.get(name, NOT_LOGGED) is NOT_LOGGED:
                 of_step[name] = value
-            elif not math.isnan(value):
+            elif value is not NOT_LOGGED:
                 names = (f"{name} ({i})" for i in itertools.count(2))
                 of_step[next(it for it in names if it not in of_step)] = value
     return found

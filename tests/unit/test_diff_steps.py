@@ -11,7 +11,7 @@ import pytest
 from mpitrain.tools.diff import DiffConfig, diff
 
 
-def write_run(path: Path, *logged: dict[str, float]) -> Path:
+def write_run(path: Path, *logged: dict[str, Any]) -> Path:
     """Write a run whose loop has logged these, one call after the other."""
     path.mkdir()
     (path / "run.json").write_text('{"id": "x"}')
@@ -41,3 +41,22 @@ def test_a_step_that_was_logged_twice_is_compared_whole(
     assert line == (
         f"steps: step 2 differs: {shown} 1.0 and 2.0; the same up to step 1"
     )
+
+
+@pytest.mark.parametrize("name", ["train_d", "train_loss", "lr"])
+def test_a_value_that_is_not_finite_is_one_that_was_logged(
+    tmp_path: Path, name: str
+) -> None:
+    def run(folder: str, *values: float | None) -> Path:
+        steps: list[dict[str, Any]] = [{"step": 1, name: value} for value in values]
+        return write_run(tmp_path / folder, {"step": 1, "train_g": 0.5}, *steps)
+
+    first = run("a", None, 1.0)
+    for second, differs in (
+        (run("b", None, 1.0), False),
+        (run("c", 1.0), True),
+        (run("d", 1.0, None), True),
+        (run("e", None), True),
+    ):
+        lines, found, _ = diff(DiffConfig(first=first, second=second))
+        assert found == differs, lines
