@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 
 from mpitrain.cli import main, read_config
 from mpitrain.errors import MpitrainError, UsageError
+from mpitrain.files import read_json
 from mpitrain.mpi.world import Node, World
 from mpitrain.tools.sweep import worker
 from mpitrain.tools.sweep.config import SweepConfig, prepare, read_training
@@ -405,31 +407,48 @@ def test_a_job_with_fewer_ranks_than_the_space_names_is_refused(
     assert search.max_ranks == max_ranks
     if max_ranks:
         options = SweepConfig(space=str(tmp_path / "space.yaml"))
-        sweep: Any = SimpleNamespace(options=options, search=search)
+        sweep: Any = SimpleNamespace(options=options, search=search, has_trials=False)
         handler: Any = None
         said = f"in the space: {max_ranks}: found 3 ranks; .* mpirun -np {max_ranks} "
         with pytest.raises(UsageError, match=said):
             worker.run_sweep(world_of(1, 2), sweep, handler)
 
 
-def test_a_trial_that_a_larger_job_has_begun_is_not_recorded_as_failed(
-    tmp_path: Path,
-) -> None:
+def test_a_trial_that_fits_a_larger_job_is_left_for_it(tmp_path: Path) -> None:
+    """A lost node ends no chain: the next job has all nodes again."""
     search = search_of(tmp_path, "space: {lr: [0.1]}")
     search = dataclasses.replace(search, function=f"{__name__}:on_four_ranks")
-    study = Study(tmp_path, search, 20, seed=1)
+    study = Study(tmp_path, search, 2, seed=1)
+    assert study.note_ranks(4) == 4
     assert study.ask() is not None
+    assert server_of(tmp_path, search, num_ranks=3).run() == 75
+    assert [it.state.name for it in load_study(tmp_path).trials] == ["RUNNING"] * 2
+    stopped = read_json(tmp_path / "result.json")["stopped"]
+    waits = "2 trials wait for a job with 4 ranks, found 3"
+    assert stopped == f"stopped: {waits}; 0/2 trials"
+
+
+def test_a_trial_that_fits_no_job_yet_does_not_wait_for_one(tmp_path: Path) -> None:
+    """It was asked for by a job that was killed before it could record that."""
+    search = search_of(tmp_path, "space: {lr: [0.1]}")
+    search = dataclasses.replace(search, function=f"{__name__}:on_four_ranks")
+    study = Study(tmp_path, search, 2, seed=1)
+    assert study.note_ranks(3) == 3
+    assert study.ask() is not None
+    with pytest.raises(MpitrainError, match="found 4, expected 1 to 3"):
+        server_of(tmp_path, search, num_ranks=3).run()
+    assert [it.state.name for it in load_study(tmp_path).trials] == ["FAIL"] * 2
+
+
+def server_of(path: Path, search: Search, num_ranks: int) -> Server:
     sweep: Any = SimpleNamespace(
-        options=SweepConfig(space="space.yaml"),
+        options=SweepConfig(space="space.yaml", trials=2),
         search=search,
-        run_dir=tmp_path,
+        run_dir=path,
         config=SimpleNamespace(seed=1),
     )
-    rest: Any = None
-    with pytest.raises(UsageError, match="trial-0000 was begun on 4 ranks: found 3"):
-        Server(rest, world_of(3), sweep, rest, rest)
-    (trial,) = load_study(tmp_path).trials
-    assert trial.state.name == "RUNNING"
+    handler: Any = SimpleNamespace(requested=lambda: 0, seconds_left=lambda: None)
+    return Server(None, world_of(num_ranks), sweep, handler, io.StringIO())
 
 
 def on_four_ranks(_: object) -> dict[str, int]:

@@ -89,6 +89,7 @@ class PreparedSweep(PreparedRun):
     options: SweepConfig
     search: Search
     flags: Sequence[str]  # of every training; or ``run``, a script and its arguments
+    has_trials: bool  # that earlier jobs have begun
 
     def trial_words(self, name: str, values: Mapping[str, Value]) -> list[str]:
         """Return the flags of a trial's training; of a script, what follows `run`."""
@@ -132,6 +133,7 @@ def prepare(options: SweepConfig, flags: Sequence[str]) -> PreparedSweep:
         options=options,
         search=search,
         flags=tuple(flags),
+        has_trials=any(path.glob("trial-*")),
         limit_seconds=None if options.hours is None else 3600 * options.hours,
     )
 

@@ -80,13 +80,10 @@ class Server:
         self._placement = Placement(world, share_gpus=sweep.options.share_gpus)
         self._study = Study(sweep.run_dir, sweep.search, num_trials, sweep.config.seed)
         self._waiting = self._study.unfinished()  # chosen, and not begun in this job
-        for trial in self._waiting:  # of a function, whose values nobody knows before
-            count, size = self._ranks_of(trial), world.world_size
-            if type(count) is int and count > size:
-                raise UsageError(
-                    f"{trial.name} was begun on {count} ranks: found {size} ranks; "
-                    f"expected as many at least: mpirun -np {count} ..."
-                )
+        # Of any job; the first one had those of the space, or was refused.
+        known = sweep.options.ranks_per_trial, sweep.search.max_ranks
+        self._most_ranks = max(self._study.note_ranks(world.world_size), *known)
+        self._left: list[Trial] = []  # for a job with as many ranks as an earlier one
         # Trials of other sizes may begin before one that waits for room.
         sizes_vary = RANKS in sweep.search.names or sweep.search.function
         self._lookahead = LOOKAHEAD if sizes_vary else 1
@@ -148,6 +145,10 @@ class Server:
     def _start(self, trial: Trial) -> bool:
         sweep, size = self._sweep, self._world.world_size
         count = self._ranks_of(trial)
+        if type(count) is int and size < count <= self._most_ranks:
+            self._waiting.remove(trial)
+            self._left.append(trial)
+            return True
         error = ""
         if type(count) is not int or not 1 <= count <= size:
             error = f"{RANKS}: found {count!r}, expected 1 to {size}"
@@ -273,7 +274,13 @@ class Server:
             seconds = format_seconds(time.monotonic() - self._began)
             self._say(f"finished: {summary} | {seconds}; see {shown(path)}")
             return 0
-        result["stopped"] = f"stopped: {REASONS[self._stop_reason]}; {summary}"
+        reason = REASONS[self._stop_reason]
+        if not reason:
+            num, count = len(self._left), max(map(self._ranks_of, self._left))
+            trials_wait = "1 trial waits" if num == 1 else f"{num} trials wait"
+            size = self._world.world_size
+            reason = f"{trials_wait} for a job with {count} ranks, found {size}"
+        result["stopped"] = f"stopped: {reason}; {summary}"
         write_json(path / "result.json", {"status": "stopped", **result})
         self._say(f"{result['stopped']}; the same command resumes from here")
         self._say("stopped, not failed: the exit status is 75, which mpirun may report")

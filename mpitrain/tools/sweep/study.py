@@ -83,6 +83,12 @@ class Study:
         for values in search.grid() if search.is_grid else ():
             study.enqueue_trial(values, skip_if_exists=True)
 
+    def note_ranks(self, num_ranks: int) -> int:
+        """Note how many ranks this job has; return the most of any job until now."""
+        most: int = max(num_ranks, self.optuna.user_attrs.get("num_ranks", 0))
+        self.optuna.set_user_attr("num_ranks", most)
+        return most
+
     def unfinished(self) -> list[Trial]:
         """Return the trials that an earlier job has begun and not finished."""
         found = []

@@ -63,7 +63,8 @@ def run_sweep(world: World, sweep: PreparedSweep, handler: PreemptionHandler) ->
         # Else those trials would be recorded as failed, also for a job with more ranks.
         ("`ranks` in the space:", sweep.search.max_ranks),
     ):
-        if count > size:
+        # A chain that has lost a node leaves such trials to its next job.
+        if count > size and not sweep.has_trials:
             raise UsageError(
                 f"{name} {count}: found {size} ranks; expected as many at least: "
                 f"mpirun -np {count} ..."
