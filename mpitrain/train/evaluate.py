@@ -70,8 +70,8 @@ def refuse_loss_names(names: Iterable[str]) -> None:
     """Refuse names of training losses that records have for something else."""
     for name in sorted({"samples", "lr", "gradient_norm"}.intersection(names)):
         raise UsageError(
-            f"a training loss is named {name!r}, as another value of a step is in "
-            "records; expected another name"
+            f"a training loss is named {name!r}, which is the name of another value in "
+            "the record; expected another name"
         ).on_all_ranks()
 
 
