@@ -40,8 +40,8 @@ if [[ ! -x $venv/bin/python ]]; then
 fi
 export PATH="$venv/bin:$PATH"
 
-# sbatch --export=NONE sets SLURM_EXPORT_ENV=NONE; the ranks of other nodes would then
-# have no PATH.
+# sbatch --export=NONE, or a list of variables, sets this one, too: the ranks of other
+# nodes would then have no PATH.
 export SLURM_EXPORT_ENV=ALL
 
 # mpirun is the one in .venv if there is one, else the module's. The one in .venv needs

@@ -39,9 +39,9 @@ from mpitrain.train.progress import (
 
 POLL_SECONDS = 1.0  # how often the files are read
 NUM_EPOCHS = 5  # epochs shown at the start
-# A job of this host that holds no lock for so long has ended. Longer than mpirun may
-# take to end under `supervise`, which then writes of a restart.
-GONE_SECONDS = 10.0
+# A job of this host that holds no lock for so long has ended. Longer than callbacks and
+# mpirun may take to end under `supervise`, which then writes of a restart.
+GONE_SECONDS = 15.0
 # On other hosts, where locks may not be visible, a job has ended if it has also written
 # nothing for so long.
 STILL_SECONDS = 300.0
@@ -236,7 +236,7 @@ class View:
         # Both of the file server's clock, which differs from those of nodes.
         at = changed_at(self._path / RESTARTS) or 0.0
         ended = changed_at(self._path / "result.json") or 0.0
-        return ended < at and time.time() - at < STILL_SECONDS
+        return ended <= at and time.time() - at < STILL_SECONDS
 
     @property
     def is_finished(self) -> bool:

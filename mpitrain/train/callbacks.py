@@ -177,13 +177,16 @@ def _checked(callback: Callback, name: str) -> Callable[..., None]:
     """Return a hook, if it takes what it is called with: some are called late."""
     hook: Callable[..., None] = getattr(callback, name)
     names = [*inspect.signature(getattr(Callback, name)).parameters][1:]
+    found = ""
     try:
-        # Not what a decorator wraps: that is not what is called.
-        inspect.signature(hook, follow_wrapped=False).bind(*names)
+        # Not of what a decorator wraps: that is not what is called.
+        signature = inspect.signature(hook, follow_wrapped=False)
+        found = str(signature)
+        signature.bind(*names)
     except TypeError:
         raise UsageError(
-            f"{type(callback).__name__}.{name}{inspect.signature(hook)}; expected the "
-            f"arguments {', '.join(names)}"
+            f"{type(callback).__name__}.{name}{found}; expected the arguments "
+            f"{', '.join(names)}"
         ).on_all_ranks() from None
     except ValueError:  # written in C, without a signature
         pass

@@ -44,6 +44,10 @@ HOOKS = (
     "on_fit_",
     "on_before_",
     "on_after_",
+    "on_epoch_",
+    "on_save_",
+    "on_load_",
+    "test_step",
 )
 """With what names of Lightning's hooks begin."""
 
@@ -123,15 +127,15 @@ def warn_of_ignored(trainer: Any) -> None:
     of_tasks = {name for name, facts in changed if facts.is_for_task}
     if ignored := of_tasks.difference(task.uses_settings):
         logger.warning(
-            "%s does not have %s in uses_settings: no effect, unless its own code "
-            "reads that",
+            "%s does not have %s in uses_settings: no effect, unless its code reads "
+            "them",
             *(type(task).__name__, ", ".join(sorted(ignored))),
         )
     hooks = [] if isinstance(task, Callback) else [*filter(_is_hook, dir(task))]
     if found := [it for it in hooks if callable(getattr(task, it))]:
         logger.warning(
             "%s of %s: never called by the Trainer; expected hooks of a "
-            "mpitrain.Callback, passed in callbacks=",
+            "mpitrain.Callback, passed in callbacks=, and validation_step for a test",
             *(", ".join(found), type(task).__name__),
         )
     for_command = {name for name, facts in changed if facts.is_for_command}

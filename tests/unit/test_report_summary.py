@@ -74,6 +74,22 @@ def test_a_restart_whose_lines_a_resume_has_cut_has_not_cost_the_queue(
     assert shares[1] == pytest.approx(1 - lost / total)
 
 
+def test_a_restart_that_failed_before_its_first_checkpoint_costs_no_steps(
+    tmp_path: Path,
+) -> None:
+    """They are counted once, at the restart that trained them again."""
+    first = Part(world_size=2, last=120)
+    begins = Part(world_size=2, first=101, last=110)
+    path = make_run(tmp_path / "run", (first, begins, begins))
+    for job in jobs_of(Run(path))[:2]:
+        record_restart(path, Restart(time=job.ended + 1.0, step=120, error="x"))
+    lines = (path / "metrics.jsonl").read_text().splitlines()
+    rows = [json.loads(it) for it in lines]
+    resumed = jobs_of(Run(path))[1].began + START_SECONDS
+    write_rows(path, [it for it in rows if abs(it.get("time", 0.0) - resumed) > 1.0])
+    assert [it.steps for it in restart_costs(Run(path))] == [0, 20]
+
+
 def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
     text = "".join(f"{json.dumps(row)}\n" for row in rows)
     (path / "metrics.jsonl").write_text(text)

@@ -428,6 +428,15 @@ def test_a_trial_that_fits_a_larger_job_is_left_for_it(tmp_path: Path) -> None:
     assert stopped == f"stopped: {waits}; 0/2 trials"
 
 
+def test_a_job_that_is_too_small_chooses_no_trials(tmp_path: Path) -> None:
+    """The next one would have to train them, chosen without results to choose by."""
+    search = search_of(tmp_path, "space: {lr: [0.1, 0.2, 0.3, 0.4, 0.5, 0.6]}")
+    Study(tmp_path, search, 6, seed=1).note_ranks(4)
+    server = server_of(tmp_path, search, num_ranks=3, trials=6, ranks_per_trial=4)
+    assert server.run() == 75
+    assert len(load_study(tmp_path).trials) == 1
+
+
 def test_a_trial_that_fits_no_job_yet_does_not_wait_for_one(tmp_path: Path) -> None:
     """It was asked for by a job that was killed before it could record that."""
     search = search_of(tmp_path, "space: {lr: [0.1]}")
@@ -440,9 +449,9 @@ def test_a_trial_that_fits_no_job_yet_does_not_wait_for_one(tmp_path: Path) -> N
     assert [it.state.name for it in load_study(tmp_path).trials] == ["FAIL"] * 2
 
 
-def server_of(path: Path, search: Search, num_ranks: int) -> Server:
+def server_of(path: Path, search: Search, num_ranks: int, **options: Any) -> Server:
     sweep: Any = SimpleNamespace(
-        options=SweepConfig(space="space.yaml", trials=2),
+        options=SweepConfig(**{"space": "space.yaml", "trials": 2} | options),
         search=search,
         run_dir=path,
         config=SimpleNamespace(seed=1),

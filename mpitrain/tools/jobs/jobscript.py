@@ -38,7 +38,7 @@ QUEUE = r"\w[\w.@-]*", "letters, digits and . @ -"
 NAME = r"[A-Za-z][\w.+-]*", "a letter, then letters, digits and . + -"
 MAIL = r"[\w.+@-]+", "an address, such as me@example.org"
 # A line for nothing else.
-MEM_ALONE = re.compile(r"#\w+ +(-l +)?(--)?mem[\w-]*[= ]\{(all_)?mem\}\w*")
+MEM_ALONE = re.compile(r"#\w+ +(-l *)?(--)?p?v?mem[\w-]*[= ]\{(all_)?mem\}\w*")
 DIRECTIVES = {"slurm": "#SBATCH ", "pbs": "#PBS "}
 
 

@@ -55,8 +55,8 @@ class LaunchWords:
         for i, word in enumerate(words):  # others stand before it, such as numactl
             if PYTHON.fullmatch(word):
                 return words[i:]
-            if Path(word).name == "mpitrain":  # the command: the same as python -m
-                return "python", "-m", "mpitrain", *words[i + 1 :]
+        if words and Path(words[0]).name == "mpitrain":  # the command: as python -m
+            return "python", "-m", "mpitrain", *words[1:]
         return words
 
     @property

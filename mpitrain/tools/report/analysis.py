@@ -146,7 +146,7 @@ def restart_costs(run: Run) -> list[RestartCost]:
         # A job that ends before its first checkpoint: the next resume cuts its lines
         # in the record, and begins at the same step.
         next_job = next((it.began for it in jobs if job and it.began > job.began), end)
-        is_cut = job is not None and next_job <= first
+        is_cut = job is not None and next_job <= first and next_job < end
         if first == end == math.inf:
             continue  # it has not begun yet
         if first == math.inf or (first >= end and not is_cut):

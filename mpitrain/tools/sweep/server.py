@@ -148,6 +148,8 @@ class Server:
         if type(count) is int and size < count <= self._most_ranks:
             self._waiting.remove(trial)
             self._left.append(trial)
+            # Else all that are left would be chosen, without results to choose by.
+            self._has_more &= len(self._left) < self._lookahead
             return True
         error = ""
         if type(count) is not int or not 1 <= count <= size:
@@ -274,15 +276,16 @@ class Server:
             seconds = format_seconds(time.monotonic() - self._began)
             self._say(f"finished: {summary} | {seconds}; see {shown(path)}")
             return 0
-        reason = REASONS[self._stop_reason]
-        if not reason:
+        reason, command = REASONS[self._stop_reason], "the same command"
+        if not reason and self._left:
             num, count = len(self._left), max(map(self._ranks_of, self._left))
             trials_wait = "1 trial waits" if num == 1 else f"{num} trials wait"
             size = self._world.world_size
             reason = f"{trials_wait} for a job with {count} ranks, found {size}"
+            command += f" on {count} ranks"
         result["stopped"] = f"stopped: {reason}; {summary}"
         write_json(path / "result.json", {"status": "stopped", **result})
-        self._say(f"{result['stopped']}; the same command resumes from here")
+        self._say(f"{result['stopped']}; {command} resumes from here")
         self._say("stopped, not failed: the exit status is 75, which mpirun may report")
         return Stopped.exit_status
 

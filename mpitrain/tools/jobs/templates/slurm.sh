@@ -56,8 +56,8 @@ cd "$SLURM_SUBMIT_DIR"
 # If ranks find themselves alone: --mpi=pmix for Open MPI, --mpi=pmi2 for MPICH
 # (srun --mpi=list).
 {% else %}
-# sbatch --export=NONE sets SLURM_EXPORT_ENV=NONE; the ranks of other nodes would then
-# have no PATH.
+# sbatch --export=NONE, or a list of variables, sets this one, too: the ranks of other
+# nodes would then have no PATH.
 export SLURM_EXPORT_ENV=ALL
 
 {% endif %}
