@@ -6,7 +6,7 @@ import contextlib
 import json
 import logging
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -82,31 +82,36 @@ def _counts_of(path: Path) -> dict[str, Any]:
     sums: dict[str, Any] = {}
     values: dict[str, Any] = {}
     seconds = 0.0  # since the last epoch
-    with contextlib.suppress(OSError), path.open("rb") as file:
-        for line in file:
-            if line.startswith(STEP_LINE):
-                continue  # most are: to parse a million of them takes seconds
-            with contextlib.suppress(ValueError, KeyError, TypeError):  # of a cut line
-                row = json.loads(line)
-                event = row["event"]
-                # A custom loop counts its seconds itself.
-                if event == "begin" and "steps_per_epoch" in row and not sums:
-                    sums = {"train_seconds": 0.0, **dict.fromkeys(COUNTS, 0)}
-                if event == "throughput":
-                    seconds += row["seconds"]
-                if event in ("epoch", "validation", "test"):
-                    kind = "test_" if event == "test" else "val_"
-                    of_data = (k for k in row if k.startswith(kind))
-                    values |= {k: row[k] for k in of_data if k != f"{kind}samples"}
-                if event in ("epoch", "test") and sums:
-                    for name in COUNTS:
-                        sums[name] += row.get(name, 0)
-                if event == "epoch" and sums:
-                    sums["train_seconds"] += row["epoch_seconds"]
-                    seconds = 0.0
+    for row in _rows_but_steps(path):
+        event = row.get("event")
+        # A custom loop counts its seconds itself.
+        if event == "begin" and "steps_per_epoch" in row and not sums:
+            sums = {"train_seconds": 0.0, **dict.fromkeys(COUNTS, 0)}
+        if event == "throughput":
+            seconds += row.get("seconds", 0.0)
+        if event in ("epoch", "validation", "test"):
+            kind = "test_" if event == "test" else "val_"
+            of_data = (k for k in row if k.startswith(kind))
+            values |= {k: row[k] for k in of_data if k != f"{kind}samples"}
+        if event in ("epoch", "test") and sums:
+            for name in COUNTS:
+                sums[name] += row.get(name, 0)
+        if event == "epoch" and sums:
+            sums["train_seconds"] += row.get("epoch_seconds", 0.0)
+            seconds = 0.0
     if sums:
         sums["train_seconds"] += seconds
     return sums | values
+
+
+def _rows_but_steps(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the lines of a record but those of steps, and one that is cut."""
+    with contextlib.suppress(OSError), path.open("rb") as file:
+        for line in file:
+            # Most are of steps: to parse a million of them takes seconds.
+            if not line.startswith(STEP_LINE):
+                with contextlib.suppress(ValueError):
+                    yield json.loads(line)
 
 
 def cost_if_known(run_dir: Path) -> dict[str, Any]:
