@@ -89,7 +89,7 @@ def trained(
 
 @pytest.mark.parametrize("kinds", [{"optimizer": sgd}, {"scheduler": halved}])
 def test_custom_groups_are_resumed_with_what_a_callback_has_set(
-    world: World, run_dir: Path, kinds: dict[str, Any], caplog: pytest.LogCaptureFixture
+    world: World, run_dir: Path, kinds: dict[str, Any]
 ) -> None:
     trained(world, run_dir, Sets(more_decay), STEPS + 1, **kinds)
     found: list[float] = []

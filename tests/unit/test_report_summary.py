@@ -13,7 +13,7 @@ from run_folders import START_SECONDS, Part, make_run
 
 from mpitrain.record.reading import Run
 from mpitrain.record.supervised import Restart, record_restart
-from mpitrain.tools.report.analysis import goodput, jobs_of, restart_costs
+from mpitrain.tools.report.analysis import RestartCost, goodput, jobs_of, restart_costs
 from mpitrain.tools.report.summary import summary
 
 
@@ -29,14 +29,9 @@ def test_a_later_job_does_not_change_what_a_restart_has_cost(tmp_path: Path) -> 
         run = Run(path)
         costs += restart_costs(run)
         shares.append(goodput(run, jobs_of(run)))
-    assert [it.steps for it in costs] == [20, 20]
-    assert costs[0].down_seconds == pytest.approx(costs[1].down_seconds)
-    jobs = jobs_of(run)
-    total = sum(job.seconds for job in jobs) + jobs[1].began - jobs[0].ended
-    lost = 2 * START_SECONDS + costs[1].step_seconds + costs[1].down_seconds
-    assert shares[1] == pytest.approx(1 - lost / total)
+    check_costs(run, costs, shares[1])
     # A restart that begins at step 0 is none of the job that resumes after it.
-    rows = [json.loads(it) for it in (path / "metrics.jsonl").read_text().splitlines()]
+    rows = rows_of(path)
     first = next(i for i, row in enumerate(rows) if row["event"] == "resume")
     del rows[first]
     write_rows(path, rows)
@@ -56,22 +51,13 @@ def test_a_restart_whose_lines_a_resume_has_cut_has_not_cost_the_queue(
         path = make_run(tmp_path / f"{num}", (first, begins, queue)[:num])
         fault = Restart(time=jobs_of(Run(path))[0].ended + 1.0, step=120, error="x")
         record_restart(path, fault)
-        lines = (path / "metrics.jsonl").read_text().splitlines()
-        rows = [json.loads(it) for it in lines]
         if num == 3:
-            resumed = jobs_of(Run(path))[1].began + START_SECONDS
-            rows = [it for it in rows if abs(it.get("time", 0.0) - resumed) > 1.0]
-            write_rows(path, rows)
+            cut_resume(path, 1)
         run = Run(path)
         assert len(run.metrics.began) == 2
         costs += restart_costs(run)
         shares.append(goodput(run, jobs_of(run)))
-    assert [it.steps for it in costs] == [20, 20]
-    assert costs[0].down_seconds == pytest.approx(costs[1].down_seconds)
-    jobs = jobs_of(run)
-    total = sum(job.seconds for job in jobs) + jobs[1].began - jobs[0].ended
-    lost = 2 * START_SECONDS + costs[1].step_seconds + costs[1].down_seconds
-    assert shares[1] == pytest.approx(1 - lost / total)
+    check_costs(run, costs, shares[1])
 
 
 def test_a_restart_that_failed_before_its_first_checkpoint_costs_no_steps(
@@ -83,11 +69,30 @@ def test_a_restart_that_failed_before_its_first_checkpoint_costs_no_steps(
     path = make_run(tmp_path / "run", (first, begins, begins))
     for job in jobs_of(Run(path))[:2]:
         record_restart(path, Restart(time=job.ended + 1.0, step=120, error="x"))
-    lines = (path / "metrics.jsonl").read_text().splitlines()
-    rows = [json.loads(it) for it in lines]
-    resumed = jobs_of(Run(path))[1].began + START_SECONDS
-    write_rows(path, [it for it in rows if abs(it.get("time", 0.0) - resumed) > 1.0])
+    cut_resume(path, 1)
     assert [it.steps for it in restart_costs(Run(path))] == [0, 20]
+
+
+def check_costs(run: Run, costs: list[RestartCost], share: float) -> None:
+    """The restart has cost the same without the third job, and that no time of it."""
+    assert [it.steps for it in costs] == [20, 20]
+    assert costs[0].down_seconds == pytest.approx(costs[1].down_seconds)
+    jobs = jobs_of(run)
+    total = sum(job.seconds for job in jobs) + jobs[1].began - jobs[0].ended
+    lost = 2 * START_SECONDS + costs[1].step_seconds + costs[1].down_seconds
+    assert share == pytest.approx(1 - lost / total)
+
+
+def rows_of(path: Path) -> list[dict[str, Any]]:
+    text = (path / "metrics.jsonl").read_text()
+    return [json.loads(it) for it in text.splitlines()]
+
+
+def cut_resume(path: Path, number: int) -> None:
+    """Remove the line of a job's resume, as a later resume does."""
+    resumed = jobs_of(Run(path))[number].began + START_SECONDS
+    rows = rows_of(path)
+    write_rows(path, [it for it in rows if abs(it.get("time", 0.0) - resumed) > 1.0])
 
 
 def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
@@ -103,7 +108,7 @@ def facts_of(path: Path, rows: list[dict[str, Any]]) -> dict[str, str]:
 
 def test_a_loss_is_of_a_validation_only_where_there_is_one(tmp_path: Path) -> None:
     path = make_run(tmp_path / "r", (Part(world_size=1, last=60),))
-    rows = [json.loads(it) for it in (path / "metrics.jsonl").read_text().splitlines()]
+    rows = rows_of(path)
     steps = [row for row in rows if row["event"] == "step"]
     (epoch,) = [row for row in rows if row["event"] == "epoch"]
     facts = facts_of(path, steps)

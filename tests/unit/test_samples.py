@@ -11,7 +11,6 @@ from torch import Tensor
 from torch.nn.utils.rnn import pack_sequence
 
 from mpitrain.data.samples import digest, to_device
-from mpitrain.torch_compat import multiply_all
 
 
 class Graph:
@@ -63,12 +62,3 @@ def test_a_packed_sequence_moves_as_torch_moves_it() -> None:
     found = to_device([packed], "meta")[0]
     assert found.data.is_meta
     assert not found.batch_sizes.is_meta
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_many_tensors_are_multiplied_as_each_would_be(dtype: torch.dtype) -> None:
-    tensors = [torch.randn(37, dtype=dtype) for _ in range(5)]
-    factor = 0.1234567890123
-    expected = [tensor * factor for tensor in tensors]
-    multiply_all(tensors, factor)
-    assert all(map(torch.equal, tensors, expected))

@@ -416,11 +416,7 @@ def test_a_job_with_fewer_ranks_than_the_space_names_is_refused(
 
 def test_a_trial_that_fits_a_larger_job_is_left_for_it(tmp_path: Path) -> None:
     """A lost node ends no chain: the next job has all nodes again."""
-    search = search_of(tmp_path, "space: {lr: [0.1]}")
-    search = dataclasses.replace(search, function=f"{__name__}:on_four_ranks")
-    study = Study(tmp_path, search, 2, seed=1)
-    assert study.note_ranks(4) == 4
-    assert study.ask() is not None
+    search = begun_on(tmp_path, num_ranks=4)
     assert server_of(tmp_path, search, num_ranks=3).run() == 75
     assert [it.state.name for it in load_study(tmp_path).trials] == ["RUNNING"] * 2
     stopped = read_json(tmp_path / "result.json")["stopped"]
@@ -439,14 +435,20 @@ def test_a_job_that_is_too_small_chooses_no_trials(tmp_path: Path) -> None:
 
 def test_a_trial_that_fits_no_job_yet_does_not_wait_for_one(tmp_path: Path) -> None:
     """It was asked for by a job that was killed before it could record that."""
-    search = search_of(tmp_path, "space: {lr: [0.1]}")
-    search = dataclasses.replace(search, function=f"{__name__}:on_four_ranks")
-    study = Study(tmp_path, search, 2, seed=1)
-    assert study.note_ranks(3) == 3
-    assert study.ask() is not None
+    search = begun_on(tmp_path, num_ranks=3)
     with pytest.raises(MpitrainError, match="found 4, expected 1 to 3"):
         server_of(tmp_path, search, num_ranks=3).run()
     assert [it.state.name for it in load_study(tmp_path).trials] == ["FAIL"] * 2
+
+
+def begun_on(path: Path, num_ranks: int) -> Search:
+    """Let a job of so many ranks begin one of two trials, which wants four."""
+    search = search_of(path, "space: {lr: [0.1]}")
+    search = dataclasses.replace(search, function=f"{__name__}:on_four_ranks")
+    study = Study(path, search, 2, seed=1)
+    assert study.note_ranks(num_ranks) == num_ranks
+    assert study.ask() is not None
+    return search
 
 
 def server_of(path: Path, search: Search, num_ranks: int, **options: Any) -> Server:

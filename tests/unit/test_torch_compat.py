@@ -140,3 +140,12 @@ def test_cuda_bindings_are_imported_if_there_is_a_driver(
     )
     assert done.stdout == f"{is_installed}\n", done.stderr
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_many_tensors_are_multiplied_as_each_would_be(dtype: torch.dtype) -> None:
+    tensors = [torch.randn(37, dtype=dtype) for _ in range(5)]
+    factor = 0.1234567890123
+    expected = [tensor * factor for tensor in tensors]
+    torch_compat.multiply_all(tensors, factor)
+    assert all(map(torch.equal, tensors, expected))
