@@ -116,7 +116,7 @@ class IterableStyle(CollatedSamples):
 class _WorkerBatches(IterableDataset[LoadedBatch]):
     """The batches that one worker makes: every n-th of its rank's."""
 
-    is_seeded = True
+    is_seeded = True  # as of `_SampleDataset`
 
     def __init__(
         self, samples: IterableStyle, rank_shard: RankShard, epoch: int

@@ -115,8 +115,8 @@ class MapStyle(CollatedSamples):
         self.may_skip = skip
         self.is_deterministic = isinstance(dataset, SampleReader) and not random_crops
         self._sample_dataset = _SampleDataset(dataset, seed, random_crops, skip)
-        if not self.collate.is_default:  # it is seeded in the same process
-            self._sample_dataset.is_seeded = True
+        # A custom ``collate_fn`` is called in the process that reads.
+        self._sample_dataset.is_seeded |= not self.collate.is_default
         self._batch_sampler = _BatchSampler()
         self._order = order
         self._loader: DataLoader[Any] | WorkerPool | None = None
@@ -206,7 +206,7 @@ def _keys_of(indices: Indices, epoch: int, min_rows: int) -> Keys:
 class _SampleDataset(Dataset[Any]):
     """Reads a sample, or returns why it cannot be read; in a worker or in the rank.
 
-    ``is_seeded``: to read seeds the process; see `workers.next_batch`.
+    ``is_seeded``: reading seeds the process; `workers.next_batch` asks for it.
     """
 
     def __init__(self, dataset: Any, seed: int, random_crops: bool, skip: bool) -> None:
@@ -225,7 +225,7 @@ class _SampleDataset(Dataset[Any]):
         return [self._get(*key) for key in keys]
 
     def __getitem__(self, key: Key) -> tuple[Key, Any]:
-        return self.__getitems__([key])[0]
+        return self._get(*key)
 
     def _get(self, epoch: int, index: int) -> tuple[Key, Any]:
         key = epoch, index

@@ -35,7 +35,6 @@ DROPOUTS = (
 
 INTEGERS = (torch.uint8, torch.int16, torch.int32, torch.int64, torch.bool)
 
-
 HOOKS = (
     "on_train_",
     "on_validation_",
@@ -92,7 +91,8 @@ def warn_of_values(values: Mapping[str, Any], warned: set[Any]) -> Mapping[str, 
     Those that are one number for a batch, and those of places, such as tokens, whose
     number varies: most often with the padding, which has no weight of 0.
     """
-    # ``warned`` has names that were warned of, and pairs of a name and a shape seen.
+    # ``warned`` has names that were warned of, and pairs of a name and a shape seen, or
+    # of a name and the words for one that has had a shape other than (N, N).
     for name, it in values.items():
         if getattr(it, "ndim", 0) > 1 and (name, it.shape[1:]) not in warned:
             varies = any(type(key) is tuple and key[0] == name for key in warned)
@@ -154,9 +154,8 @@ def _is_hook(name: str) -> bool:
     >>> [_is_hook(it) for it in ("on_step_end", "on_train_epoch_end", "on_manifold")]
     [True, True, False]
     """
-    return (hasattr(Callback, name) and name.startswith("on_")) or name.startswith(
-        HOOKS
-    )
+    is_ours = name.startswith("on_") and hasattr(Callback, name)
+    return is_ours or name.startswith(HOOKS)
 
 
 FUNCTIONS = {"optimizer": ["model"], "scheduler": ["optimizer", "total_steps"]}

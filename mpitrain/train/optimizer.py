@@ -52,7 +52,7 @@ INITIAL_SCALE = 65536.0
 
 LOST_RATE = (
     "a callback has set `lr` in a group of the optimizer, and the configured schedule "
-    "sets it in each step; expected scheduler="
+    "sets it in each step; expected a schedule of its own: Trainer(scheduler=...)"
 )
 
 REPLACED = "optimizer", "lr", "scale_lr", "momentum", "weight_decay", "bias_decay"

@@ -101,10 +101,13 @@ class ScheduledOptimizer:
         return [it for group in self.optimizer.param_groups for it in group["params"]]
 
     def set_rates(self, rate_of: Callable[[float], float]) -> bool:
-        """Set each group's rate by its own peak rate; whether others are lost."""
+        """Set each group's rate by its own peak rate.
+
+        Return whether that replaces a rate that a callback has set for this step.
+        """
         groups = self.optimizer.param_groups
         # A rate that is set in `on_batch_start` counts, and may be set back after the
-        # step. Not of tensors, which would be waited for.
+        # step. Tensors are not compared: the host would wait for a GPU.
         has_lost = any(
             group["lr"] not in before
             for before, group in zip(self._rates, groups, strict=False)
@@ -145,8 +148,8 @@ class ScheduledOptimizer:
 
 def optimizers_of(made: Any) -> list[ScheduledOptimizer]:
     """Return what `Task.configure_optimizers` has made, in a list."""
-    # Ours is a flat list, or a dict by names of passes. No comparison of ranks is
-    # before this: each raises for itself.
+    # Ours is a flat list, or a dict by names of passes. Not `on_all_ranks`: whether
+    # the ranks made the same is compared later.
     names = [*made] if isinstance(made, Mapping) else []
     parts = made if isinstance(made, list | tuple) else ()
     others = list, tuple, Mapping, LRScheduler

@@ -84,8 +84,9 @@ class DDPStrategy(Strategy):
             with nullcontext() if is_last else self.module.no_sync():
                 yield
         except RuntimeError as error:
-            found = [hint for reason, hint in DDP_HINTS.items() if reason in str(error)]
-            for hint in found[:1]:
+            # The first that fits: one text has two of the parts.
+            hints = (hint for part, hint in DDP_HINTS.items() if part in str(error))
+            if hint := next(hints, ""):
                 error.add_note(hint)
             raise
 
