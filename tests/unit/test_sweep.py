@@ -145,6 +145,21 @@ def test_a_grid_has_each_combination_once(tmp_path: Path) -> None:
     assert study.ask() is None
 
 
+def test_a_condition_on_a_number_with_an_exponent_holds(tmp_path: Path) -> None:
+    """YAML takes 1e-4 for a word, in choices and in conditions alike."""
+    search = search_of(
+        tmp_path,
+        "sampler: grid\nspace:\n  lr: [1e-4, 1e-3]\n"
+        "  momentum: {choices: [0.5, 0.9], if: {lr: 1e-4}}\n"
+        "  shift: {choices: [2], if: {lr: [1e-3, 1e-2]}}\n",
+    )
+    assert [dict(it) for it in search.grid()] == [
+        {"lr": 1e-4, "momentum": 0.5},
+        {"lr": 1e-4, "momentum": 0.9},
+        {"lr": 1e-3, "shift": 2},
+    ]
+
+
 WANDB = """
 method: bayes
 metric: {name: val/accuracy, goal: maximize}
@@ -270,6 +285,26 @@ def test_flags_in_the_spelling_of_wandbs_agent_are_taken() -> None:
             "early_terminate: {type: envelope}\nparameters: {lr: {value: 1}}",
             "early_terminate: found {'type': 'envelope'}; expected type: hyperband,",
         ),
+        *(
+            (
+                f"early_terminate: {{type: hyperband, {found}}}\n"
+                "parameters: {lr: {value: 1}}",
+                "expected type: hyperband, eta, and min_iter or max_iter and s above 0",
+            )
+            for found in ("eta: 0, max_iter: 9", "max_iter: abc", "eta: 2.5", "s: null")
+        ),
+        *(
+            (
+                f"parameters: {{lr: {{distribution: {found}}}}}",
+                "lr: found {'distribution': ",
+            )
+            for found in (
+                "log_uniform, min: a, max: b",
+                "log_uniform, min: 0, max: 1000",
+                "[uniform], min: 0, max: 1",
+            )
+        ),
+        ("method: [grid]\nparameters: {}", "method ['grid']: expected bayes, random"),
     ],
 )
 def test_a_space_that_cannot_be_used_says_why(

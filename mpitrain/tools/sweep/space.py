@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -277,7 +278,7 @@ def _parameter(name: str, found: Any, before: Sequence[str]) -> Parameter:
     condition = {}
     for key, it in given.items():
         other = str(key) if str(key) in before else str(key).replace("-", "_")
-        condition[other] = it if isinstance(it, list) else [it]
+        condition[other] = [*map(_number, it if isinstance(it, list) else [it])]
     if unknown := condition.keys() - before:
         other = min(unknown)
         meant = did_you_mean(other, before)
@@ -347,7 +348,7 @@ def _from_wandb(found: Mapping[str, Any]) -> dict[str, Any]:
     parameters = found["parameters"]
     if not isinstance(parameters, dict) or not isinstance(metric, dict):
         raise UsageError("parameters, metric: expected names and values")
-    if method not in WANDB_METHODS:
+    if not isinstance(method, str) or method not in WANDB_METHODS:
         raise UsageError(f"method {method!r}: expected {', '.join(WANDB_METHODS)}")
     ours: dict[str, Any] = {
         "sampler": WANDB_METHODS[method],
@@ -361,12 +362,14 @@ def _from_wandb(found: Mapping[str, Any]) -> dict[str, Any]:
         known: dict[str, Any] = {"type": "hyperband", "eta": 3, "s": 2}
         known |= {"min_iter": 1, "max_iter": None}
         given = known | early if isinstance(early, dict) else {}
-        if given.keys() != known.keys() or given["type"] != "hyperband":
-            expected = "type: hyperband, eta, and min_iter or max_iter and s"
+        is_right = given.keys() == known.keys() and given["type"] == "hyperband"
+        eta, least, s, most = map(given.get, ("eta", "min_iter", "s", "max_iter"))
+        amounts = (eta, least, s, 1 if most is None else most)
+        if not is_right or not all(type(it) is int and it > 0 for it in amounts):
+            expected = "type: hyperband, eta, and min_iter or max_iter and s above 0"
             raise UsageError(f"early_terminate: found {early}; expected {expected}")
-        eta, least = given["eta"], given["min_iter"]
-        if given["max_iter"] is not None:  # the first bracket of W&B's s
-            least = max(1, given["max_iter"] // eta ** given["s"])
+        if most is not None:  # the first bracket of W&B's s
+            least = max(1, most // eta**s)
         options = {"reduction_factor": eta, "min_resource": least}
         ours["pruner"] = {"name": "hyperband", **options}
     return ours
@@ -378,15 +381,16 @@ def _wandb_parameter(name: str, found: Any) -> Any:
     if keys in ({"value"}, {"values"}, {"values", "probabilities"}):
         choices = given.get("values", [given.get("value")])
         return {"choices": choices, "probabilities": given.get("probabilities")}
-    low, high = given.get("min"), given.get("max")
+    low, high = _number(given.get("min")), _number(given.get("max"))
     whole = isinstance(low, int) and isinstance(high, int)
     kind = given.get("distribution") or ("int_uniform" if whole else "uniform")
     is_range = keys == {"min", "max"} or kind == "q_uniform"
     if is_range and low is not None and high is not None:
         if kind == "log_uniform":  # of exponents of e
-            return {"log": [math.exp(low), math.exp(high)]}
+            with suppress(TypeError, OverflowError):  # else no numbers, or too large
+                return {"log": [math.exp(low), math.exp(high)]}
         ours = {"uniform": "uniform", "int_uniform": "int", "log_uniform_values": "log"}
-        if kind in ours:
+        if str(kind) in ours:
             return {ours[kind]: [low, high]}
         if kind == "q_uniform":
             return {"uniform": [low, high, given.get("q", 1)]}
