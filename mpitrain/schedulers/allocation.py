@@ -32,15 +32,17 @@ class JobRecord(NamedTuple):
     num_cores: int  # on all nodes, idle ones included
 
 
-def query(*command: str, timeout: float = QUERY_SECONDS) -> str:
-    """Return what a command prints, errors included; empty if it cannot be run."""
+def query(
+    *command: str, timeout: float = QUERY_SECONDS, with_stderr: bool = False
+) -> str:
+    """Return what a command prints; empty if it cannot be run."""
     try:
         return subprocess.run(
             command,
             check=False,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
+            stderr=subprocess.STDOUT if with_stderr else subprocess.DEVNULL,
             text=True,
             errors="replace",
             timeout=timeout,

@@ -51,7 +51,7 @@ def read_allocation(environ: Mapping[str, str]) -> tuple[AllocatedNode, ...]:
 
 def seconds_left(job_id: str) -> float | None:
     """Ask `qstat` how long a job may still run; ``None`` without a limit or answer."""
-    return parse_time_left(query("qstat", "-f", job_id), time.time())
+    return parse_time_left(_record(job_id), time.time())
 
 
 def parse_time_left(text: str, now: float) -> float | None:
@@ -75,7 +75,7 @@ def parse_time_left(text: str, now: float) -> float | None:
 
 def read_job(job_id: str) -> JobRecord | None:
     """Ask `qstat` for the record of a job; ``None`` without an answer."""
-    text = query("qstat", "-f", job_id).replace("\n\t", "")  # it breaks long lines
+    text = _record(job_id)
     queued, started = _time_of("qtime", text), _time_of("stime", text)
     cores = re.search(r"Resource_List\.ncpus = (\d+)", text)
     places = re.search(r"exec_host = (\S+)", text)  # a/0*4+b/0*4
@@ -83,6 +83,10 @@ def read_job(job_id: str) -> JobRecord | None:
         return None
     hosts = {it.partition("/")[0] for it in places[1].split("+")}
     return JobRecord(queued, started, len(hosts), int(cores[1]))
+
+
+def _record(job_id: str) -> str:
+    return query("qstat", "-f", job_id).replace("\n\t", "")  # it breaks long lines
 
 
 def _time_of(name: str, text: str, fold: int = 0) -> float | None:
@@ -121,7 +125,7 @@ def has_ended_job(output_begin: int) -> bool:
 
 def asks_for_ompthreads(job_id: str) -> bool | None:
     """Ask `qstat` whether a job's chunks have ``ompthreads``; ``None``: no answer."""
-    text = query("qstat", "-f", job_id).replace("\n\t", "")  # it breaks long lines
+    text = _record(job_id)
     # schedselect is the job's select with the defaults of its queue and server.
     chunks = re.findall(
         r"^\s*(?:Resource_List\.select|schedselect) = (.*)", text, re.MULTILINE

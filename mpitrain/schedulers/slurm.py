@@ -102,8 +102,10 @@ def lost_nodes(hostnames: Sequence[str]) -> dict[str, str]:
 
 def expand_nodes(text: str) -> list[str]:
     """Expand a node list, such as ``gpu[001-002,007]``, by `scontrol`."""
-    printed = query("scontrol", "show", "hostnames", text)
+    words = ("scontrol", "show", "hostnames", text)
+    printed = query(*words)
     if not re.fullmatch(r"([\w.@-]+\n)+", printed):  # an error, or no scontrol
+        printed = query(*words, with_stderr=True)
         raise LaunchError(
             f"{NODE_LIST}={text!r}: `scontrol show hostnames` printed "
             f"{printed.strip()!r}; expected the names of hosts. Write them into a file "

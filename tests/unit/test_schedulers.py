@@ -36,6 +36,15 @@ def scontrol(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return program
 
 
+def test_a_warning_beside_a_node_list_is_none_of_its_nodes(scontrol: Path) -> None:
+    """SLURM warns of a slurm.conf that is older than another, on stderr."""
+    warning = "#!/bin/sh\necho 'scontrol: error: DNS SRV lookup failed' >&2\n"
+    scontrol.write_text(scontrol.read_text().replace("#!/bin/sh\n", warning))
+    assert expand_nodes("gpu[1-3]") == ["gpu1", "gpu2", "gpu3"]
+    with pytest.raises(LaunchError, match=r"DNS SRV .*Invalid hostlist: n"):
+        expand_nodes("n[1")
+
+
 def test_a_node_list_that_is_none_is_refused_by_name(scontrol: Path) -> None:
     assert expand_nodes("gpu[1-3]") == ["gpu1", "gpu2", "gpu3"]
     with pytest.raises(LaunchError, match=r"NODELIST='n\[1'.*Invalid hostlist: n"):

@@ -118,7 +118,8 @@ def check_login_node(config: CheckConfig, environ: Mapping[str, str]) -> int:
     # mpirun first; sites without it have another.
     program, answer = next(filter(None, (programs[name] for name in names)), ""), ""
     if Path(program).name in TELL_VERSION:
-        answer = query(program, "--version", timeout=PROGRAM_SECONDS).strip()
+        words = (program, "--version")
+        answer = query(*words, timeout=PROGRAM_SECONDS, with_stderr=True).strip()
     findings = [*mpi_findings(library, program, answer), *package_findings()]
     return report.finish(findings)
 

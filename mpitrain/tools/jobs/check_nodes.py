@@ -77,7 +77,7 @@ def check_nodes(
 def launcher_of(words: Sequence[str]) -> str:
     """Return the name of the launcher that some words start, by its name, or answer."""
     may_ask = Path(words[0]).name in TELL_VERSION
-    answer = query(words[0], "--version") if may_ask else ""
+    answer = query(words[0], "--version", with_stderr=True) if may_ask else ""
     return by_command(words[0], answer) or DEFAULT
 
 
