@@ -50,6 +50,7 @@ class Launcher:
     """Words for one rank on each of the hosts ``{hosts}``, separated by commas; without
     them and `host_file` it starts on all nodes of the job, whether they work or not."""
     places: tuple[str, ...] = ()  # options that choose hosts, or ranks of a host
+    num_ranks: tuple[str, ...] = ("-np", "--np", "-n", "--n")  # options, each the same
     host_file: str = ""  # the option before a host file
     host_file_format: HostFileFormat = "openmpi"
     export: str = ""  # the option before a variable that all ranks shall have
@@ -82,6 +83,7 @@ LAUNCHERS: dict[str, Launcher] = {
         per_node="--map-by ppr:{slots}:node",
         hosts="-np {ranks} --host {hosts}",
         places=("--host", "-host", "-H", "--map-by", "-map-by", "--npernode", "-N"),
+        num_ranks=("-np", "--np", "-n", "--n", "-c"),
         host_file="--hostfile",
         export="-x",
         programs=("mpirun", "mpiexec", "orterun", "prterun", "prun"),

@@ -50,6 +50,29 @@ def test_a_script_is_known_although_stage_starts_it(
     assert words.is_script == is_script
 
 
+@pytest.mark.parametrize(
+    ("launcher", "words", "start", "num_ranks"),
+    [
+        ("openmpi", "--np=4 --hostfile=f --bind-to none", "--bind-to none", 4),
+        ("openmpi", "--hostfile f -c 4 --mca btl=self x", "--mca btl=self x", 4),
+        ("mpich", "-n=4 --f=f -ppn 2", "-ppn 2", 4),
+        ("mpich", "-f f -c 3", "-c 3", None),
+        ("openmpi", "--machinefile f nice -n 5", "nice -n 5", None),
+        ("openmpi", "-np 4 --hostfile f /bin/taskset -c 3", "/bin/taskset -c 3", 4),
+        ("openmpi", "--hostfile f -n 4 mine -n 3", "mine -n 3", 4),
+    ],
+)
+@pytest.mark.parametrize("python", ["python", "/a/bin/python3.13t"])
+def test_a_launcher_s_options_are_known_in_each_form(
+    launcher: str, words: str, start: str, num_ranks: int | None, python: str
+) -> None:
+    command = ["mpirun", *words.split(), python, "x.py", "--np=3"]
+    found = parse_words(command, LAUNCHERS[launcher])
+    assert found.start == ("mpirun", *start.split())
+    assert (found.host_file, found.num_ranks) == (Path("f"), num_ranks)
+    assert found.program == (python, "x.py", "--np=3")
+
+
 def test_a_full_disk_leaves_the_nodes_as_they_were(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

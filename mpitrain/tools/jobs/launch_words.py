@@ -13,9 +13,10 @@ from mpitrain.launch.env_checks import STATUS_FILE
 from mpitrain.mpi.launchers import Launcher
 from mpitrain.tools.jobs.hostfile import parse
 
-HOST_FILE = ("--hostfile", "-hostfile", "--machinefile", "-machinefile", "-f")
-NUM_RANKS = ("-np", "--np", "-n", "--n")
-PYTHON = re.compile(r"(.*/)?python[\d.]*")
+HOST_FILE = ("--hostfile", "-hostfile", "--machinefile", "-machinefile", "-f", "--f")
+PYTHON = re.compile(r"(.*/)?python[\d.]*t?")
+# Programs between the launcher's words and Python: their -n, -c or -f is their own.
+AROUND = ("chrt", "env", "ionice", "nice", "numactl", "strace", "taskset", "time")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,14 +105,18 @@ def parse_words(words: Sequence[str], launcher: Launcher) -> LaunchWords:
     start, host_file, num_ranks = [words[0]], None, None
     rest = iter(words[1:end])
     for word in rest:
-        is_known = word in HOST_FILE or (word in NUM_RANKS and num_ranks is None)
-        value = next(rest, "") if is_known else ""
-        if word in HOST_FILE:
+        flag, equals, value = word.partition("=")
+        is_num = flag in launcher.num_ranks and num_ranks is None
+        if not equals and (is_num or flag in HOST_FILE):
+            value = next(rest, "")
+        if flag in HOST_FILE:
             host_file = Path(value)
-        elif value.isdecimal():
+        elif is_num and value.isdecimal():
             num_ranks = int(value)
+        elif Path(word).name in AROUND:
+            start += [word, *rest]
         else:
-            start += [word, value] if value else [word]
+            start += [word, value] if is_num and not equals else [word]
     return LaunchWords(
         launcher=launcher,
         start=tuple(start),

@@ -28,7 +28,8 @@ class WarmNodes:
                 "an mpirun that takes a host file"
             )
         # They would not hold for servers, one on each node.
-        if placed := set(words.launcher.places) & set(words.start):
+        flags = {it.partition("=")[0] for it in words.start}
+        if placed := flags & set(words.launcher.places):
             raise UsageError(
                 f"--warm: found {min(placed)}; expected {words.launcher.host_file} "
                 "FILE, whose slots say how many ranks each node has"
