@@ -1,7 +1,7 @@
-"""Torch's files, read before the import where they are on a network file system.
+"""Torch's libraries, read before the import where they are on a network file system.
 
-An import reads some 1,500 modules and, by 2,000 page faults, the shared libraries; each
-waits for the server, one after another. Read ahead, they wait side by side.
+An import reads them by 2,000 page faults; each waits for the server, one after another.
+Read ahead, they wait side by side.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ import os
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from pathlib import Path
 
-# How their types begin in proc(5)'s mountinfo; an image of squashfs may lie on one.
-NETWORK_FILE_SYSTEMS = (
-    *("nfs", "lustre", "gpfs", "beegfs", "ceph", "fuse", "wekafs", "panfs", "9p"),
-    *("orangefs", "pvfs2", "cifs", "smb", "afs", "squashfs"),
+# How the types of a node's own file systems begin in proc(5)'s mountinfo. Network file
+# systems are too many to list; an image of squashfs may lie on one.
+LOCAL = (
+    *("ext", "xfs", "btrfs", "bcachefs", "zfs", "f2fs", "jfs", "overlay"),
+    *("tmpfs", "ramfs", "rootfs"),
 )
 # The others are mostly code for GPUs, of which an import reads little.
 LIBRARIES = ("libc10.so", "libtorch_cpu.so", "libtorch_python.so")
@@ -25,16 +25,17 @@ PART_BYTES = 4 << 20  # so that threads share a library
 
 
 def read_ahead(on_progress: Callable[[], object]) -> int:
-    """Read most of what ``import torch`` needs into the page cache; return its bytes.
+    """Read torch's libraries into the page cache; return their bytes.
 
-    0 where torch is imported, or on no network file system.
+    0 where torch is imported, or on a file system of the node or of unknown type.
     """
     spec = None if "torch" in sys.modules else importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
         return 0
     folder, num_bytes = Path(spec.origin).parent, 0
-    if file_system(folder).startswith(NETWORK_FILE_SYSTEMS):
-        parts = [(path, 0) for path in folder.rglob("*.py")]
+    parts: list[tuple[Path, int]] = []
+    kind = file_system(folder)
+    if kind and not kind.startswith(LOCAL):
         for path in (folder / "lib" / name for name in LIBRARIES):
             parts += [(path, at) for at in range(0, path.stat().st_size, PART_BYTES)]
         # Many more than cores: they wait for the server.
@@ -54,13 +55,6 @@ def file_system(path: Path) -> str:
 
 
 def _read(path: Path, offset: int) -> int:
-    with suppress(OSError):
-        if path.suffix == ".py":
-            # The import compares its time and size with those in the .pyc, and reads
-            # this alone.
-            path.stat()
-            path = Path(importlib.util.cache_from_source(path))
-        with path.open("rb", buffering=0) as file:
-            file.seek(offset)
-            return len(file.read(PART_BYTES))
-    return 0
+    with path.open("rb", buffering=0) as file:
+        file.seek(offset)
+        return len(file.read(PART_BYTES))
