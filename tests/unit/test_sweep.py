@@ -301,6 +301,7 @@ def test_flags_in_the_spelling_of_wandbs_agent_are_taken() -> None:
             for found in (
                 "log_uniform, min: a, max: b",
                 "log_uniform, min: 0, max: 1000",
+                "log_uniform, min: [0], max: 1",
                 "[uniform], min: 0, max: 1",
             )
         ),

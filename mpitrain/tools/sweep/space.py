@@ -363,9 +363,10 @@ def _from_wandb(found: Mapping[str, Any]) -> dict[str, Any]:
         known |= {"min_iter": 1, "max_iter": None}
         given = known | early if isinstance(early, dict) else {}
         is_right = given.keys() == known.keys() and given["type"] == "hyperband"
-        eta, least, s, most = map(given.get, ("eta", "min_iter", "s", "max_iter"))
-        amounts = (eta, least, s, 1 if most is None else most)
-        if not is_right or not all(type(it) is int and it > 0 for it in amounts):
+        numbers: list[Any] = [given.get(it) for it in ("eta", "s", "min_iter")]
+        (eta, s, least), most = numbers, given.get("max_iter")
+        numbers += [] if most is None else [most]
+        if not is_right or not all(type(it) is int and it > 0 for it in numbers):
             expected = "type: hyperband, eta, and min_iter or max_iter and s above 0"
             raise UsageError(f"early_terminate: found {early}; expected {expected}")
         if most is not None:  # the first bracket of W&B's s
@@ -381,14 +382,14 @@ def _wandb_parameter(name: str, found: Any) -> Any:
     if keys in ({"value"}, {"values"}, {"values", "probabilities"}):
         choices = given.get("values", [given.get("value")])
         return {"choices": choices, "probabilities": given.get("probabilities")}
-    low, high = _number(given.get("min")), _number(given.get("max"))
+    low, high = (_number(given.get(it)) for it in ("min", "max"))
     whole = isinstance(low, int) and isinstance(high, int)
     kind = given.get("distribution") or ("int_uniform" if whole else "uniform")
     is_range = keys == {"min", "max"} or kind == "q_uniform"
     if is_range and low is not None and high is not None:
         if kind == "log_uniform":  # of exponents of e
-            with suppress(TypeError, OverflowError):  # else no numbers, or too large
-                return {"log": [math.exp(low), math.exp(high)]}
+            with suppress(TypeError, ValueError, OverflowError):  # falls through
+                return {"log": [math.exp(float(low)), math.exp(float(high))]}
         ours = {"uniform": "uniform", "int_uniform": "int", "log_uniform_values": "log"}
         if str(kind) in ours:
             return {ours[kind]: [low, high]}
