@@ -99,7 +99,8 @@ class NodeCopy:
         self._made = tempfile.mkdtemp("", f"{self._folder}.partial-")
         self._lock_of_made.enter_context(_lock(self._made, fcntl.LOCK_EX))
         found = os.statvfs(self._made)
-        if found.f_bavail * found.f_frsize < self.index.size:
+        free = found.f_bavail * found.f_frsize
+        if found.f_blocks and free < self.index.size:  # ramfs tells no size
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         for entry in self.index.entries:  # a folder comes before what is in it
             if entry.path in self.index.roots:
@@ -173,6 +174,7 @@ class NodeCopy:
     def _errors(self) -> Iterator[None]:
         try:
             yield
-        except OSError as error:
-            where = f"{self._above}: " if error.errno else ""
-            self.error = self.error or f"{where}{error.strerror}"
+        except Exception as error:  # of any kind: staging ends no job
+            where = f"{self._above}: " if getattr(error, "errno", None) else ""
+            reason = getattr(error, "strerror", None) or error
+            self.error = self.error or f"{where}{reason}"

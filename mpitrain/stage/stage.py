@@ -198,8 +198,8 @@ def _copy(
     if leaders.rank == 0:
         try:
             entries = walk(roots, beat)
-        except OSError as failure:
-            error = f"{failure.filename}: {failure.strerror}"
+        except Exception as failure:  # of any kind: staging ends no job
+            error = str(failure)
     barrier(leaders)
     *found, error = leaders.bcast(Compressed((roots, entries, error))).value
     index = Index(*found)

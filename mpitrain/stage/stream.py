@@ -73,12 +73,16 @@ def walk(roots: Sequence[str], on_progress: Callable[[], object]) -> list[Entry]
     """
 
     def scan(folder: str) -> list[Entry]:
-        with suppress(PermissionError):
+        found: list[Entry] = []
+        # Another job may remove a folder, or rename a file x.pyc.123, meanwhile.
+        with suppress(PermissionError, FileNotFoundError):
             names = {*os.listdir(folder)} - {FOLDER}  # noqa: PTH208
             if "conda-meta" in names:  # archives, and environments that are not ours
                 names -= {"pkgs", "envs"}
-            return [it for name in names if (it := _entry(f"{folder}/{name}"))]
-        return []
+            for name in names:
+                with suppress(FileNotFoundError):
+                    found += _entry(f"{folder}/{name}")
+        return found
 
     real = {root: os.path.realpath(root) for root in roots}
     entries = [
@@ -87,7 +91,7 @@ def walk(roots: Sequence[str], on_progress: Callable[[], object]) -> list[Entry]
         # One below another root is found there.
         if root != path and not any(root.startswith(f"{it}/") for it in roots)
     ]
-    level = [it for root in {*real.values()} if (it := _entry(root))]
+    level = [it for root in {*real.values()} for it in _entry(root)]
     # In threads, one per folder and not per file: each waits for a file server.
     with ThreadPoolExecutor(NUM_READERS) as pool:
         while level:
@@ -100,20 +104,20 @@ def walk(roots: Sequence[str], on_progress: Callable[[], object]) -> list[Entry]
     return entries
 
 
-def _entry(path: str) -> Entry | None:
+def _entry(path: str) -> list[Entry]:
     found = os.lstat(path)
     mode = found.st_mode
     if stat.S_ISDIR(mode):
-        return Entry(path, mode)
+        return [Entry(path, mode)]
     if stat.S_ISLNK(mode):
         target = os.readlink(path)  # noqa: PTH115
         if ".." in target.split("/"):  # it may lead out of the root
             target = os.path.normpath(os.path.join(os.path.dirname(path), target))  # noqa: PTH118, PTH120
-        return Entry(path, stat.S_IFLNK, target=target)
+        return [Entry(path, stat.S_IFLNK, target=target)]
     # access(2) asks the file server once more: only where others may not read.
     if not stat.S_ISREG(mode) or not (mode & 0o004 or os.access(path, os.R_OK)):
-        return None
-    return Entry(path, mode & ~0o7000, found.st_size, found.st_mtime_ns)
+        return []
+    return [Entry(path, mode & ~0o7000, found.st_size, found.st_mtime_ns)]
 
 
 class Source:

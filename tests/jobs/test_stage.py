@@ -13,7 +13,7 @@ import pytest
 from environments import variables
 from launcher import Done, Mpi, send_signal, under_each_mpi
 from stage_environment import SHOW, command, make_environment
-from test_disks import small_disk
+from test_disks import mount, small_disk, umount
 
 
 @pytest.fixture
@@ -231,6 +231,17 @@ def test_a_full_disk_is_a_warning(openmpi: Mpi, env: Path) -> None:
             assert "1 node reads the original files" in done.err
             assert not list(folder.glob("mpitrain-stage-*/*/"))
         folder.rmdir()
+
+
+def test_a_disk_that_tells_no_size_is_not_full(openmpi: Mpi, env: Path) -> None:
+    folder = env.parent / "disk"
+    folder.mkdir()
+    mount("-t", "ramfs", "ramfs", str(folder))
+    try:
+        done = run(openmpi, env, "--to", str(folder), "--", "python", "show.py")
+    finally:
+        umount(folder)
+    assert shown(done)[0]["prefix"].startswith(f"{folder}/"), done.err
 
 
 def test_a_folder_that_cannot_be_written_is_a_warning(openmpi: Mpi, env: Path) -> None:

@@ -263,6 +263,39 @@ def test_a_file_that_changes_meanwhile_is_an_error(env: Path, tmp_path: Path) ->
     assert [it.name for it in Path(copy._above).iterdir()] == [".lock"]
 
 
+def test_what_is_gone_while_it_is_listed_is_left_out(
+    env: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Python renames a .pyc file that it writes; others remove folders."""
+    (env / "lib/gone").mkdir()
+    (env / "lib/gone/file").touch()
+    (env / "lib/x.pyc.123").touch()
+
+    def listdir(folder: str) -> list[str]:
+        if folder.endswith("/gone"):
+            (env / "lib/gone/file").unlink()
+            (env / "lib/gone").rmdir()
+        names = real(folder)
+        if folder.endswith("/lib"):
+            (env / "lib/x.pyc.123").rename(env / "lib/x.pyc")
+        return names
+
+    real = os.listdir
+    monkeypatch.setattr(os, "listdir", listdir)
+    paths = {it.path.removeprefix(f"{env}/lib/") for it in walked_index(env).entries}
+    assert "python3.11" in paths
+    assert not paths & {"x.pyc.123", "x.pyc", "gone/file"}
+    with pytest.raises(FileNotFoundError, match="no root"):
+        walk([str(env / "no root")], lambda: None)
+
+
+def test_an_error_of_any_kind_is_one_of_the_copy(tmp_path: Path) -> None:
+    folder = Entry("/no name of a folder\0", stat.S_IFDIR | 0o700)
+    copy, _, _ = carried(Index(["/"], [folder]), tmp_path / "to")
+    assert "null byte" in copy.error
+    assert not list((tmp_path / "to").glob("mpitrain-stage-*/*/"))
+
+
 def test_an_error_of_any_kind_is_one_of_the_stream() -> None:
     entry = Entry("/no name of a file\0", stat.S_IFREG | 0o600, size=3)
     source = Source(Index(["/"], [entry]))
