@@ -63,8 +63,8 @@ class NodeCopy:
         self._above, self._rewrites = f"{to}/{FOLDER}", rewrites
         self._made = ""  # the partial copy
         self._lock_of_made = ExitStack()
-        # After a crash a file may have its size, but no content: the boot counts.
-        state = index.digest + os.fsencode(self._above + boot_id())
+        # The same on all nodes: rank zero reads the words of the command for all.
+        state = index.digest + os.fsencode(self._above)
         self._kind = hashlib.sha256(repr(index.roots[:1]).encode()).hexdigest()[:8]
         name = f"{self._kind}-{hashlib.sha256(state).hexdigest()[:16]}"
         self._folder = f"{self._above}/{name}"
@@ -98,6 +98,7 @@ class NodeCopy:
             raise OSError(0, "the copy has lost files, and another job uses it")
         self._made = tempfile.mkdtemp("", f"{self._folder}.partial-")
         self._lock_of_made.enter_context(_lock(self._made, fcntl.LOCK_EX))
+        Path(self._made, ".boot").write_text(boot_id())
         found = os.statvfs(self._made)
         free = found.f_bavail * found.f_frsize
         if found.f_blocks and free < self.index.size:  # ramfs tells no size
@@ -160,6 +161,9 @@ class NodeCopy:
 
     def _is_complete(self) -> bool:
         with suppress(OSError):
+            # After a crash a file may have its size, but no content.
+            if Path(self._folder, ".boot").read_text() != boot_id():
+                return False
             for entry in self.index.entries:
                 found = os.lstat(self._folder + entry.path)
                 if stat.S_IFMT(found.st_mode) != stat.S_IFMT(entry.mode):

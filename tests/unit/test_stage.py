@@ -205,11 +205,26 @@ def test_a_complete_copy_is_taken_again_and_a_damaged_one_is_not(
     assert stage() == [path, "True"]
     model.write_text("")
     assert stage() == [path, "True"]
+    Path(path, ".boot").write_text("of another start of the node")
+    assert stage() == [path, "True"]
     # A changed source is another copy, and the old one is removed.
     (env / "lib/python3.11/site-packages/model.py").touch()
     changed, was_written = stage()
     assert (changed != path, was_written) == (True, "True")
     assert [str(it) for it in Path(changed).parent.glob("*/")] == [changed]
+
+
+def test_the_copy_has_one_path_on_all_nodes(
+    env: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank zero reads the flags of a training for all."""
+    paths = []
+    for boot in ("of one node", "of another"):
+        monkeypatch.setattr(copies, "boot_id", lambda boot=boot: boot)
+        _, _, there = copied(env, tmp_path / "to")
+        paths.append(str(there))
+        (tmp_path / "to").rename(tmp_path / boot)  # each node has a folder of its own
+    assert paths[0] == paths[1] != str(env)
 
 
 def test_the_index_tells_every_change(env: Path) -> None:
