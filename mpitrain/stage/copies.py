@@ -1,9 +1,9 @@
 """The copies of one node: found again, written as a whole or not at all, removed.
 
-A copy is the folder ``<to>/mpitrain-stage-<uid>/<hash>``. Every process that uses it
-holds a shared lock of the file ``.lock`` in it, and so does who writes it, exclusively,
-under the name ``<hash>.partial-...``. A partial copy without a lock is dead. Copies are
-found, renamed and removed under the lock of the folder above.
+A copy is the folder ``<to>/mpitrain-stage-<uid>/<hash>``. Every process that writes or
+uses it holds a shared lock of the file ``.lock`` in it. It is written under the name
+``<hash>.partial-...``; a partial copy without a lock is dead. Copies are found, renamed
+and removed under the lock of the folder above.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import tempfile
 import time
 import zlib
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
@@ -52,23 +52,21 @@ def _lock(path: str, how: int, seconds: float = 0.0) -> IO[str]:
 class NodeCopy:
     """The copy of an index on this node, for the leader of the node.
 
-    `error` is the first error; `folders` the folder of the copy by root, if there is a
-    copy.
+    `error` is the first error. `paths` has the copies of the roots, if there is a copy.
     """
 
     def __init__(self, index: Index, to: str, error: str, *, rewrites: bool) -> None:
         self.index, self.error, self.had_it = index, error, not index.roots
-        self.folders: dict[str, str] = {}
+        self.paths: dict[str, str] = {}
         self.crc = 0  # CRC32 of what `write` was given
         self._above, self._rewrites = f"{to}/{FOLDER}", rewrites
         self._made = ""  # the partial copy
-        self._lock_of_made = ExitStack()
         # The same on all nodes: rank zero reads the words of the command for all.
-        state = index.digest + os.fsencode(self._above)
-        self._kind = hashlib.sha256(repr(index.roots[:1]).encode()).hexdigest()[:8]
-        name = f"{self._kind}-{hashlib.sha256(state).hexdigest()[:16]}"
-        self._folder = f"{self._above}/{name}"
-        self._move = Relocation(dict.fromkeys(index.roots, self._folder))
+        self._kind = _hash([*index.roots][:1])[:8]
+        name = f"{self._kind}-{_hash((index.roots, index.entries, self._above))[:16]}"
+        self.folder = f"{self._above}/{name}"
+        self._paths = {it: self.folder + real for it, real in index.roots.items()}
+        self._move = Relocation(self._paths)
 
     def prepare(self) -> bool:
         """Hold a complete copy that is there, or begin one; return whether one began.
@@ -94,21 +92,22 @@ class NodeCopy:
         return bool(self._made)
 
     def _begin(self) -> None:
-        if Path(self._folder).exists():  # it could not be removed
+        if Path(self.folder).exists():  # it could not be removed
             raise OSError(0, "the copy has lost files, and another job uses it")
-        self._made = tempfile.mkdtemp("", f"{self._folder}.partial-")
-        self._lock_of_made.enter_context(_lock(self._made, fcntl.LOCK_EX))
+        self._made = tempfile.mkdtemp("", f"{self.folder}.partial-")
+        hold(self._made)  # also under its later name
         Path(self._made, ".boot").write_text(boot_id())
         found = os.statvfs(self._made)
         free = found.f_bavail * found.f_frsize
         if found.f_blocks and free < self.index.size:  # ramfs tells no size
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         for entry in self.index.entries:  # a folder comes before what is in it
+            path = Path(self._made + entry.path)
             if entry.path in self.index.roots:
-                Path(self._made + entry.path).parent.mkdir(parents=True, exist_ok=True)
+                path.parent.mkdir(parents=True, exist_ok=True)
             if stat.S_ISDIR(entry.mode):
                 mode = stat.S_IMODE(entry.mode) | 0o700  # to write and remove files
-                Path(self._made + entry.path).mkdir(mode, exist_ok=True)
+                path.mkdir(mode, exist_ok=True)
 
     def write(self, number: int, piece: bytearray) -> None:
         """Write the next piece."""
@@ -132,22 +131,17 @@ class NodeCopy:
                 for entry in self.index.entries:
                     self._finish_entry(entry, self._made + entry.path)
                 with _lock(self._above, fcntl.LOCK_EX, 60):
-                    # Before `_use`: the rename takes the locked file along, and a
-                    # second lock of it would be refused.
-                    self._lock_of_made.close()
                     if not self._is_complete():  # else another job was first
-                        os.rename(self._made, self._folder)  # noqa: PTH104
+                        os.rename(self._made, self.folder)  # noqa: PTH104
                     self._use()
         shutil.rmtree(self._made, ignore_errors=True)
-        self._lock_of_made.close()
 
     def _finish_entry(self, entry: Entry, path: str) -> None:
         if stat.S_ISLNK(entry.mode):
             os.symlink(self._move(entry.target), path)  # noqa: PTH211
         elif stat.S_ISREG(entry.mode):
             if self._is_rewritten(entry):  # before its mode, which may be read-only
-                text = Path(path).read_bytes()
-                Path(path).write_bytes(self._move.file(path, text))
+                Path(path).write_bytes(self._move.file(path, Path(path).read_bytes()))
             os.chmod(path, stat.S_IMODE(entry.mode))  # noqa: PTH101
             os.utime(path, ns=(entry.mtime_ns, entry.mtime_ns))  # .pyc files stay valid
 
@@ -156,16 +150,16 @@ class NodeCopy:
         return self._rewrites and names_itself(entry.path, entry.size)
 
     def _use(self) -> None:
-        hold(self._folder)
-        self.folders = dict.fromkeys(self.index.roots, self._folder)
+        hold(self.folder)
+        self.paths = self._paths
 
     def _is_complete(self) -> bool:
         with suppress(OSError):
             # After a crash a file may have its size, but no content.
-            if Path(self._folder, ".boot").read_text() != boot_id():
+            if Path(self.folder, ".boot").read_text() != boot_id():
                 return False
             for entry in self.index.entries:
-                found = os.lstat(self._folder + entry.path)
+                found = os.lstat(self.folder + entry.path)
                 if stat.S_IFMT(found.st_mode) != stat.S_IFMT(entry.mode):
                     return False
                 is_same = not stat.S_ISREG(entry.mode) or found.st_size == entry.size
@@ -182,3 +176,7 @@ class NodeCopy:
             where = f"{self._above}: " if getattr(error, "errno", None) else ""
             reason = getattr(error, "strerror", None) or error
             self.error = self.error or f"{where}{reason}"
+
+
+def _hash(state: object) -> str:
+    return hashlib.sha256(repr(state).encode()).hexdigest()

@@ -16,11 +16,8 @@ _NAMES_ITSELF = re.compile(
 )
 
 
-def find_roots(data: Iterable[str]) -> tuple[list[str], list[str]]:
-    """Return what is staged: the environment, and data with torch's caches.
-
-    A root is the path of a file or folder. The path without symbolic links is another.
-    """
+def find_roots(data: Iterable[str]) -> tuple[dict[str, str], dict[str, str]]:
+    """Return the roots of the environment, and those of data and torch's caches."""
     own = (sys.prefix, sys.base_prefix)
     caches = [os.environ.get(name, "") for name in _CACHES]
     # What is in /usr is of the node.
@@ -28,10 +25,10 @@ def find_roots(data: Iterable[str]) -> tuple[list[str], list[str]]:
     return roots_of(environment), roots_of([*data, *filter(os.path.isdir, caches)])
 
 
-def roots_of(paths: Iterable[str]) -> list[str]:
-    """Return roots, each once."""
-    both = ((os.path.abspath(it), os.path.realpath(it)) for it in paths)  # noqa: PTH100
-    return list(dict.fromkeys(path for pair in both for path in pair))
+def roots_of(paths: Iterable[str]) -> dict[str, str]:
+    """Return files and folders as they are named, and each by its real path, too."""
+    real = {os.path.abspath(it): os.path.realpath(it) for it in paths}  # noqa: PTH100
+    return real | {it: it for it in real.values()}
 
 
 def names_itself(path: str, size: int) -> bool:
@@ -40,36 +37,40 @@ def names_itself(path: str, size: int) -> bool:
 
 
 class Relocation:
-    """Moves paths below some roots into the folder of their copy, where they stay long.
+    """Moves roots of an environment, and all below them, to their copies; data alone.
 
-    >>> move = Relocation({"/opt/env": "/tmp/copy"})
-    >>> move("/opt/env/bin"), move("/opt/environment")
-    ('/tmp/copy/opt/env/bin', '/opt/environment')
-    >>> move.word("--data-dir=/opt/env/data"), move.word("x/opt/env")
-    ('--data-dir=/tmp/copy/opt/env/data', 'x/opt/env')
+    What is below data may be a folder that the command writes, such as one of
+    checkpoints: in a copy they would be lost.
+
+    >>> move = Relocation({"/opt/env": "/tmp/c/opt/env"}, data={"/data": "/tmp/d/data"})
+    >>> move("/opt/env/bin"), move("/opt/environment"), move("/data"), move("/data/out")
+    ('/tmp/c/opt/env/bin', '/opt/environment', '/tmp/d/data', '/data/out')
+    >>> move.word("--data-dir=/data/"), move.word("out=/data/out"), move.word("data")
+    ('--data-dir=/tmp/d/data', 'out=/data/out', 'data')
     """
 
-    def __init__(self, folders: Mapping[str, str]) -> None:
-        self._folders = folders
+    def __init__(
+        self, environment: Mapping[str, str], data: Mapping[str, str] | None = None
+    ) -> None:
+        self._environment, self._data = environment, data or {}
 
     def __call__(self, path: str) -> str:
         """Return the path in a copy; `path` itself if it is in none."""
+        if "/" in path:  # else it may be a name
+            moved = self._data.get(os.path.abspath(path))  # noqa: PTH100
+            if moved is not None:
+                return moved
         above = path
-        while above not in self._folders and above.strip("/"):
+        while above not in self._environment and above.strip("/"):
             above = above.rpartition("/")[0]
-        return self._folders.get(above, "") + path
+        return self._environment.get(above, above) + path[len(above) :]
 
     def word(self, word: str) -> str:
-        """Return a word of a command, ``PATH`` or ``--flag=PATH``, with paths moved.
-
-        A word without a slash may be a name.
-        """
-        flag, equals, value = word.partition("=")
-        if equals and flag.startswith("-"):
-            return flag + equals + self.word(value)
-        path = os.path.abspath(word)  # noqa: PTH100
-        moved = self(path) if "/" in word else path
-        return word if moved == path else moved
+        """Return a word of a command, ``PATH`` or ``key=PATH``, with its path moved."""
+        moved = self(word)
+        key, equals, value = word.partition("=")
+        is_kept = moved == word and equals
+        return key + equals + self.word(value) if is_kept else moved
 
     def file(self, path: str, text: bytes) -> bytes:
         """Return what a file that `names_itself` shall contain.
@@ -80,7 +81,7 @@ class Relocation:
         head = text
         if not path.endswith((".cfg", ".pth")):  # pip writes two lines for a long path
             head = b"\n".join(text.split(b"\n", 2)[: 2 * text.startswith(b"#!")])
-        old = "|".join(map(re.escape, self._folders))
+        old = "|".join(map(re.escape, self._environment))
         pattern = rf"(?<![^\s\"'=:!])({old})(?=[/\s\"':]|$)"
         moved = re.sub(pattern, lambda it: self(it[1]), os.fsdecode(head))
         return os.fsencode(moved) + text[len(head) :]

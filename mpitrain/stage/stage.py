@@ -12,17 +12,17 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from mpitrain.errors import UsageError
 from mpitrain.flags import PROGRAM, read_flags
 from mpitrain.launch.job import Job
 from mpitrain.launch.run_target import Target, split
-from mpitrain.mpi.collectives import Compressed, barrier
+from mpitrain.mpi.collectives import Compressed, barrier, min_over_ranks
 from mpitrain.mpi.topology import node_comm
 from mpitrain.mpi.world import list_hosts
 from mpitrain.settings import setting
@@ -50,7 +50,7 @@ class StageConfig:
     """Folder on each node. '$NAME' in quotes is a variable of the rank. Default: the
     first folder of $SLURM_TMPDIR, $TMPDIR and /tmp."""
     data: tuple[str, ...] = setting((), is_repeatable=True)
-    """A file or folder to copy, too; the command reads the copy; may be given several
+    """A file or folder to copy, too, as the command names it; may be given several
     times."""
 
 
@@ -137,56 +137,70 @@ def stage(job: Job, config: StageConfig, target: Target) -> Target:
     in it are replaced if all nodes have a copy in the same folder: rank zero reads the
     flags of a training for all.
     """
-    comm = job.comm
-    folders: tuple[dict[str, str], dict[str, str]] = {}, {}
+    comm, copies, error = job.comm, Copies(), ""
     beat = partial(job.watchdog.start, "stage")
     on_node = node_comm(comm)
     leaders = cast("MPI.Intracomm", comm.Split(min(on_node.rank, 1), key=comm.rank))
     # Ranks that wait are alive. Those that they wait for beat when something moves.
     with job.mpi.cancel_waits_by(beat):
         if on_node.rank == 0:
-            folders = _copy_all(leaders, config, beat)
+            copies = _copy_all(leaders, config, beat)
         barrier(on_node)
-        in_process, in_words = on_node.bcast(folders)
-        for folder in {*in_process.values()}:
-            hold(folder)  # each process: that which has copied may end first
-        barrier(comm)
-        in_words = comm.bcast(in_words)
-    activate(Relocation(in_process), os.environ)
-    move = Relocation(in_words)
+        copies = on_node.bcast(copies)
+        try:
+            for folder in copies.folders:
+                hold(folder)  # each process: that which has copied may end first
+        except OSError as failure:
+            error = f"{socket.gethostname()}: {failure}"
+        first = min_over_ranks(comm, comm.rank if error else comm.size)
+        if first < comm.size:
+            copies, error = Copies(), comm.bcast(error, first)
+            if comm.rank == 0:
+                _warn(f"the original files are read on all nodes: {error}")
+        in_words = comm.bcast(copies.in_words)
+    activate(Relocation(copies.environment, copies.data), os.environ)
+    move, below = Relocation({}, in_words), Relocation(in_words)
+    for word in target.args if comm.rank == 0 else ():
+        path = os.path.abspath(word.rpartition("=")[2])  # noqa: PTH100
+        if below(path) != path and path not in in_words:
+            _warn(f"{word} is below --data: the command uses the original, no copy")
     args = tuple(map(move.word, target.args))
     return replace(target, name=move.word(target.name), args=args)
 
 
+class Copies(NamedTuple):
+    """The copies of a node: their folders, and their paths by the original ones."""
+
+    folders: Sequence[str] = ()
+    environment: Mapping[str, str] = {}
+    data: Mapping[str, str] = {}
+    in_words: Mapping[str, str] = {}  # on rank zero: of data, if all nodes have them
+
+
 def _copy_all(
     leaders: MPI.Intracomm, config: StageConfig, beat: Callable[[], object]
-) -> tuple[dict[str, str], dict[str, str]]:
-    """Copy all roots to all nodes, and report. Collective over the nodes' leaders.
-
-    Returns the folders of copies by root: on this node, and, on rank zero, of data that
-    all nodes have in the same folder.
-    """
+) -> Copies:
+    """Copy all roots to all nodes, and report. Collective over the nodes' leaders."""
     started, to = time.perf_counter(), _folder(config.to)
     # They change at different times: each has a copy of its own.
-    environment, data = find_roots(config.data)
-    copies = [
-        _copy(leaders, environment, to, beat, rewrites=True),
-        _copy(leaders, data, to, beat, rewrites=False),
-    ]
+    roots, data_roots = find_roots(config.data)
+    environment = _copy(leaders, roots, to, beat, rewrites=True)
+    data = _copy(leaders, data_roots, to, beat, rewrites=False)
+    copies = (environment, data)
     error = "; ".join(dict.fromkeys(it.error for it in copies if it.error))
     had_it = all(it.had_it for it in copies)
-    node = (socket.gethostname(), error, had_it, copies[1].folders)
     barrier(leaders)
-    nodes = leaders.gather(node) or []
+    nodes = leaders.gather((socket.gethostname(), error, had_it, data.paths)) or []
     if nodes:
         _print_report(copies, nodes, time.perf_counter() - started)
-    is_same = all(it[-1] == node[-1] for it in nodes)
-    return copies[0].folders | copies[1].folders, copies[1].folders if is_same else {}
+    is_same = all(it[-1] == data.paths for it in nodes)
+    folders = [it.folder for it in copies if it.paths]
+    return Copies(folders, environment.paths, data.paths, data.paths if is_same else {})
 
 
 def _copy(
     leaders: MPI.Intracomm,
-    roots: Sequence[str],
+    roots: Mapping[str, str],
     to: str,
     beat: Callable[[], object],
     *,
@@ -197,7 +211,7 @@ def _copy(
     entries: list[Entry] = []
     if leaders.rank == 0:
         try:
-            entries = walk(roots, beat)
+            entries = walk(roots.values(), beat)
         except Exception as failure:  # of any kind: staging ends no job
             error = str(failure)
     barrier(leaders)
@@ -209,12 +223,11 @@ def _copy(
     copy = NodeCopy(index, to, error, rewrites=rewrites)
     is_begun = copy.prepare()
     barrier(leaders)
-    needing = leaders.allgather(is_begun)
-    chain = [it for it, needs in enumerate(needing) if needs or it == 0]
-    source = Source(index)
-    if any(needing) and leaders.rank in chain:
-        read = source.read if leaders.rank == 0 else None
-        send_through(leaders, chain, index.sizes, read, copy.write, beat)
+    source, is_first = Source(index), leaders.rank == 0
+    chain = cast("MPI.Intracomm", leaders.Split(not (is_begun or is_first)))
+    if is_begun or (is_first and chain.size > 1):
+        send_through(chain, index.sizes, source.read, copy.write, beat)
+    chain.Free()
     barrier(leaders)
     # An error of rank zero is one of all copies: what it sent after that is no file.
     copy.finish(*leaders.bcast((source.error, copy.crc)))
@@ -235,24 +248,23 @@ def _folder(to: str | None) -> str:
 def _print_report(
     copies: Sequence[NodeCopy], nodes: Sequence[tuple[Any, ...]], seconds: float
 ) -> None:
-    reasons: dict[str, list[str]] = {}
+    hosts_by_error: dict[str, list[str]] = {}
     for host, error, *_ in nodes:
-        reasons.setdefault(error, []).append(host)
-    whole = _num(len(reasons.pop("", [])), "node")
-    for reason, hosts in reasons.items():
-        read = f"{_num(len(hosts), 'node')} read{'s' * (len(hosts) == 1)}"
-        where = f"{list_hosts(hosts)} ({reason})"
-        print(f"warning: {read} the original files: {where}", file=sys.stderr)
-    files = _num(sum(len(it.index.files) for it in copies), "file")
+        hosts_by_error.setdefault(error, []).append(host)
+    num_good = len(hosts_by_error.pop("", []))
+    for error, hosts in hosts_by_error.items():
+        _warn(f"the original files are read on {list_hosts(hosts)}: {error}")
+    num_files = sum(len(it.index.files) for it in copies)
     size = sum(it.index.size for it in copies)
-    amount = f"{size / 1e9:.1f} GB" if size >= 1e9 else f"{size / 1e6:.0f} MB"
     num_had = sum(had_it for _, _, had_it, _ in nodes)
-    more = f" ({_num(num_had, 'node')} had it)" if num_had else ""
-    text = f"{files}, {amount}, on {whole} in {seconds:.1f} s{more}"
+    text = (
+        f"{num_files:,} files, {size / 1e6:,.0f} MB, on {num_good} of {len(nodes)} "
+        f"nodes in {seconds:.1f} s; {num_had} had it"
+    )
     if not any(it.index.roots for it in copies):
         text = f"nothing: {sys.prefix} belongs to each node's own system"
     print(f"staged: {text}", file=sys.stderr, flush=True)
 
 
-def _num(number: int, noun: str) -> str:
-    return f"{number:,} {noun}{'s' * (number != 1)}"
+def _warn(text: str) -> None:
+    print(f"warning: {text}", file=sys.stderr, flush=True)

@@ -7,14 +7,13 @@ twice in one direction. All nodes know the index, and so the sizes of all pieces
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import os
 import stat
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -45,11 +44,10 @@ class Index:
     A piece is a list of parts: a file, where the part begins in it, and its size.
     """
 
-    def __init__(self, roots: Sequence[str], entries: Iterable[Entry]) -> None:
-        self.roots = roots
+    def __init__(self, roots: Mapping[str, str], entries: Iterable[Entry]) -> None:
+        self.roots = roots  # real paths by those that the environment has
         # Once each, since a root may be below another. A folder comes before its files.
         self.entries = sorted({it.path: it for it in entries}.values())
-        self.digest = hashlib.sha256(repr((roots, self.entries)).encode()).digest()
         self.files = [it for it in self.entries if stat.S_ISREG(it.mode)]
         self.size = sum(it.size for it in self.files)
         size = max(MIN_PIECE_BYTES, min(self.size // NUM_PIECES, MAX_PIECE_BYTES))
@@ -65,8 +63,8 @@ class Index:
         self.sizes = [sum(it[2] for it in piece) for piece in self.pieces]
 
 
-def walk(roots: Sequence[str], on_progress: Callable[[], object]) -> list[Entry]:
-    """Find all that is below some roots; opens no file.
+def walk(roots: Iterable[str], on_progress: Callable[[], object]) -> list[Entry]:
+    """Find all that is below some roots, which are no links; opens no file.
 
     Left out: copies, files that this user may not read, sockets, pipes and devices, and
     the folders ``pkgs`` and ``envs`` of a conda installation.
@@ -84,14 +82,8 @@ def walk(roots: Sequence[str], on_progress: Callable[[], object]) -> list[Entry]
                     found += _entry(f"{folder}/{name}")
         return found
 
-    real = {root: os.path.realpath(root) for root in roots}
-    entries = [
-        Entry(root, stat.S_IFLNK, target=path)
-        for root, path in real.items()
-        # One below another root is found there.
-        if root != path and not any(root.startswith(f"{it}/") for it in roots)
-    ]
-    level = [it for root in {*real.values()} for it in _entry(root)]
+    entries: list[Entry] = []
+    level = [it for root in roots for it in _entry(root)]
     # In threads, one per folder and not per file: each waits for a file server.
     with ThreadPoolExecutor(NUM_READERS) as pool:
         while level:
@@ -147,60 +139,54 @@ class Source:
 
 
 def send_through(
-    comm: MPI.Intracomm,
-    chain: Sequence[int],
+    chain: MPI.Intracomm,
     sizes: Sequence[int],
-    read: Callable[[int, bytearray], None] | None,
+    read: Callable[[int, bytearray], None],
     write: Callable[[int, bytearray], None],
     on_progress: Callable[[], object],
 ) -> None:
-    """Send, forward and write pieces of some sizes, by the ranks of a chain of `comm`.
+    """Send pieces of some sizes from rank zero through all ranks. Collective.
 
-    Every rank of `chain` calls it. The first gives `read`, which threads call. A thread
-    calls `write` with all pieces in their order. Waits asleep, and calls `on_progress`
+    Threads of rank zero call `read`. A thread of each rank calls `write` with all
+    pieces in their order. Neither raises. Waits asleep, and calls `on_progress`
     whenever a piece has moved.
     """
-    place = chain.index(comm.rank)
-    before, after = chain[place - 1], chain[place + 1 :][:1]
-    arriving: deque[tuple[Callable[[], bool], bytearray]] = deque()
-    leaving: deque[MPI.Request] = deque()
-    writing: deque[Future[None]] = deque()
+    pieces: deque[bytearray] = deque()
+    arriving: deque[Callable[[], bool]] = deque()
+    leaving: deque[Callable[[], bool]] = deque()
+    writing: deque[Callable[[], bool]] = deque()
 
     def begin(number: int) -> None:
-        if number < len(sizes):
-            piece = bytearray(sizes[number])
-            if read is not None:
-                is_done = readers.submit(read, number, piece).done
-            else:
-                is_done = comm.Irecv(piece, before).Test
-            arriving.append((is_done, piece))
+        pieces.append(bytearray(sizes[number]))
+        if chain.rank == 0:
+            arriving.append(readers.submit(read, number, pieces[-1]).done)
+        else:
+            arriving.append(chain.Irecv(pieces[-1], chain.rank - 1).Test)
 
     # Asleep: a blocking MPI call takes a whole core from readers and writer.
-    def wait(is_done: Callable[[], bool]) -> None:
-        pause = 0.0
+    def wait_for_first(some: deque[Callable[[], bool]]) -> None:
+        is_done, pause = some.popleft(), 0.0
         while not is_done():  # each test moves all that MPI receives and sends
             time.sleep(pause)
             pause = min(1.5 * pause + 0.0001, 0.005)
         on_progress()
 
     with ThreadPoolExecutor(NUM_READERS) as readers, ThreadPoolExecutor(1) as writer:
-        for number in range(WINDOW):
+        for number in range(min(WINDOW, len(sizes))):
             begin(number)
         for number in range(len(sizes)):
-            is_done, piece = arriving.popleft()
-            wait(is_done)
+            wait_for_first(arriving)
+            piece = pieces.popleft()
             # A receive that is posted early keeps the link busy in the waits below.
-            begin(number + WINDOW)
-            writing.append(writer.submit(write, number, piece))
-            for rank in after:
-                while len(leaving) == MAX_SENDS:
-                    wait(leaving.popleft().Test)
-                leaving.append(comm.Isend(piece, rank))
+            if number + WINDOW < len(sizes):
+                begin(number + WINDOW)
+            writing.append(writer.submit(write, number, piece).done)
+            if chain.rank + 1 < chain.size:
+                if len(leaving) == MAX_SENDS:
+                    wait_for_first(leaving)
+                leaving.append(chain.Isend(piece, chain.rank + 1).Test)
             if len(writing) > WINDOW:
-                wait(writing[0].done)
-                writing.popleft().result()  # raises an error of `write`
-        for request in leaving:
-            wait(request.Test)
-        for written in writing:
-            wait(written.done)
-            written.result()
+                wait_for_first(writing)
+        for rest in (leaving, writing):
+            while rest:
+                wait_for_first(rest)

@@ -89,7 +89,7 @@ def test_the_time_is_that_of_one_link(
     copies = {f"{it}{env}" for it in tmp_path.glob("nodes/*/mpitrain-stage-*/*/")}
     assert len(copies) == 3
     assert prefixes(done.stdout) == copies
-    said = re.search(r"staged: .* (\d+) MB, on 3 nodes in ([\d.]+) s", done.stdout)
+    said = re.search(r"staged: .* (\d+) MB, on 3 of 3 nodes in ([\d.]+) s", done.stdout)
     assert said is not None, done.stdout
     least = float(said[1]) * 8 / MEGABITS
     assert least < float(said[2]) < 1.5 * least, done.stdout
@@ -97,8 +97,8 @@ def test_the_time_is_that_of_one_link(
     (lost,) = tmp_path.glob("nodes/node2/mpitrain-stage-*/*/")
     Path(f"{lost}{env}/pyvenv.cfg").unlink()
     done = stage(hosts, tmp_path, env)
-    assert "3 nodes" in done.stdout, done.stdout
-    assert "(2 nodes had it)" in done.stdout, done.stdout
+    assert "on 3 of 3 nodes" in done.stdout, done.stdout
+    assert "; 2 had it" in done.stdout, done.stdout
     assert prefixes(done.stdout) == copies
 
 

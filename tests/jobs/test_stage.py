@@ -151,20 +151,41 @@ def test_data_and_caches_are_staged_and_named_in_the_command(
         "Path(os.environ['TRITON_CACHE_DIR'], 'new').touch()\n"
     )
     words = ("--data", "./data", "--", "python", "reads.py")
-    paths = ("./data", "--data-dir=data/birds", f"{env.parent}/data/birds")
-    arguments = (*paths, "data", "data2")
+    paths = ("./data", "--data-dir=data/", f"data.root={env.parent}/data")
+    arguments = (*paths, "data", "data2", "./data2")
     cache = {"TRITON_CACHE_DIR": str(env.parent / "cache")}
     done = run(openmpi, env, *words, *arguments, **cache)
     assert done.status == 0, done.err
     (other,) = [it for it in copies(env) if not Path(f"{it}{env}").exists()]
     there = f"{other}{env.parent}"
     expected = (
-        f"{there}/data --data-dir={there}/data/birds {there}/data/birds "
-        f"data data2 {there}/cache 1"
+        f"{there}/data --data-dir={there}/data data.root={there}/data "
+        f"data data2 ./data2 {there}/cache 1"
     )
     assert done.out.splitlines() == [expected, expected]
     assert Path(there, "cache/new").exists()
     assert [it.name for it in (env.parent / "cache").iterdir()] == ["kernel"]
+
+
+def test_what_the_command_writes_below_data_stays(openmpi: Mpi, env: Path) -> None:
+    """A copy, and what is written into it, goes with the node."""
+    (env.parent / "shared/runs").mkdir(parents=True)
+    (env.parent / "shared/runs/old").touch()
+    (env.parent / "writes.py").write_text(
+        "import os, sys\nfrom pathlib import Path\nfrom mpi4py import MPI\n"
+        "flag, _, folder = sys.argv[1].partition('=')\n"
+        "for folder in (folder, sys.argv[2], os.environ['OUT']):\n"
+        "    Path(folder, f'{MPI.COMM_WORLD.rank}').touch()\n"
+    )
+    flags = ("--data", "./shared", "--", "python", "writes.py")
+    words = ("--runs-dir=./shared/runs", f"{env.parent}/shared/runs")
+    done = run(openmpi, env, *flags, *words, OUT=f"{env.parent}/shared/runs")
+    assert done.status == 0, done.err
+    written = {it.name for it in (env.parent / "shared/runs").iterdir()}
+    assert written == {"old", "0", "1"}
+    for word in words:
+        warning = f"{word} is below --data: the command uses the original, no copy"
+        assert done.err.count(warning) == 1
 
 
 def test_ranks_may_have_words_of_their_own(openmpi: Mpi, env: Path) -> None:
@@ -220,6 +241,23 @@ def read(path: Path) -> bytes:
         return b""
 
 
+def test_a_rank_that_cannot_use_the_copy_is_a_warning(openmpi: Mpi, env: Path) -> None:
+    """All ranks use the originals then: theirs would be another Python."""
+    (packages,) = env.glob("lib/python*/site-packages")
+    (packages / "fault.pth").write_text("import fault\n")
+    (packages / "fault.py").write_text(
+        "import os\n"
+        "def dup(descriptor):\n"
+        "    raise OSError(24, 'Too many open files')\n"
+        "if os.environ.get('OMPI_COMM_WORLD_RANK') == '1':\n"
+        "    os.dup = dup\n"
+    )
+    done = run(openmpi, env, "--", "python", "show.py")
+    assert [it["prefix"] for it in shown(done)] == [str(env)] * 2
+    assert done.err.count("Too many open files") == 1, done.err
+    assert "the original files are read on all nodes: " in done.err
+
+
 def test_a_full_disk_is_a_warning(openmpi: Mpi, env: Path) -> None:
     """No room at all, and none for the last files."""
     for flags in ("1m", "64m,nr_inodes=60"):
@@ -228,7 +266,7 @@ def test_a_full_disk_is_a_warning(openmpi: Mpi, env: Path) -> None:
             done = run(openmpi, env, "--to", str(folder), "--", "python", "show.py")
             assert shown(done)[1]["prefix"] == str(env)
             assert done.err.count("No space left on device") == 1, done.err
-            assert "1 node reads the original files" in done.err
+            assert "the original files are read on " in done.err
             assert not list(folder.glob("mpitrain-stage-*/*/"))
         folder.rmdir()
 
@@ -247,7 +285,7 @@ def test_a_disk_that_tells_no_size_is_not_full(openmpi: Mpi, env: Path) -> None:
 def test_a_folder_that_cannot_be_written_is_a_warning(openmpi: Mpi, env: Path) -> None:
     done = run(openmpi, env, "--to", "/proc", "--", "python", "show.py")
     assert shown(done)[0]["prefix"] == str(env)
-    assert "1 node reads the original files: " in done.err
+    assert "the original files are read on " in done.err
 
 
 def test_two_jobs_at_once_share_one_copy(openmpi: Mpi, env: Path) -> None:

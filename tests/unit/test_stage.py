@@ -68,7 +68,7 @@ def copied(root: Path, to: Path) -> tuple[NodeCopy, Source, Path]:
 
 def walked_index(root: Path) -> Index:
     roots = roots_of([str(root)])
-    return Index(roots, walk(roots, lambda: None))
+    return Index(roots, walk(roots.values(), lambda: None))
 
 
 def carried(
@@ -90,8 +90,8 @@ def carried(
                 piece[-1] ^= 1
             copy.write(number, piece)
         copy.finish(source.error, crc)
-    root = index.roots[0]
-    return copy, source, Path(copy.folders.get(root, "") + root)
+    root = next(iter(index.roots))
+    return copy, source, Path(copy.paths.get(root, root))
 
 
 def test_a_copy_has_all_that_the_folder_has(env: Path, tmp_path: Path) -> None:
@@ -141,10 +141,10 @@ def test_a_root_may_be_a_file_or_a_link(env: Path, tmp_path: Path) -> None:
         (tmp_path / name).symlink_to(target)
         copy, _, _ = copied(tmp_path / name, tmp_path / "to")
         assert copy.error == ""
-        there = Path(copy.folders[str(tmp_path / name)] + str(tmp_path / name))
-        assert there.resolve().is_relative_to(tmp_path / "to")
+        there = Path(copy.paths[str(tmp_path / name)])
+        assert there.is_relative_to(tmp_path / "to")
         cfg = there if name == "link" else there / "pyvenv.cfg"
-        above = Path(copy.folders[str(tmp_path / name)] + str(env))
+        above = Path(copy.folder + str(env))
         home = env if name == "link" else above
         assert cfg.read_text() == f"home = {home}/bin\nversion = 3\n"
     tool = (there / "bin/tool").read_text()
@@ -155,9 +155,10 @@ def test_a_root_may_be_below_one_that_is_a_link(env: Path, tmp_path: Path) -> No
     (tmp_path / "link").symlink_to("env")
     inner = tmp_path / "link/lib/python3.11/site-packages"
     roots = roots_of([str(tmp_path / "link"), str(inner)])
-    copy, _, there = carried(Index(roots, walk(roots, lambda: None)), tmp_path / "to")
+    index = Index(roots, walk(roots.values(), lambda: None))
+    copy, _, there = carried(index, tmp_path / "to")
     assert copy.error == ""
-    moved = Path(Relocation(copy.folders)(str(inner)))
+    moved = Path(Relocation(copy.paths)(str(inner)))
     assert moved.is_relative_to(there)
     assert (moved / "model.py").resolve().is_relative_to(tmp_path / "to")
 
@@ -175,7 +176,7 @@ def test_a_node_that_has_the_copy_writes_nothing(env: Path, tmp_path: Path) -> N
         copy.write(number, piece)
     copy.finish("", copy.crc)
     assert (copy.error, copy.had_it) == ("", True)
-    assert walked_index(env).digest == index.digest
+    assert walked_index(env).entries == index.entries
 
 
 def test_a_complete_copy_is_taken_again_and_a_damaged_one_is_not(
@@ -186,7 +187,7 @@ def test_a_complete_copy_is_taken_again_and_a_damaged_one_is_not(
         "import sys; sys.path[:0] = sys.argv[1:2]; from pathlib import Path; "
         "import test_stage as t; "
         "copy, source, there = t.copied(Path(sys.argv[2]), Path(sys.argv[3])); "
-        "print(copy.error, copy.folders[sys.argv[2]], not copy.had_it)"
+        "print(copy.error, copy.folder, not copy.had_it)"
     )
 
     def stage() -> list[str]:
@@ -228,12 +229,9 @@ def test_the_copy_has_one_path_on_all_nodes(
 
 
 def test_the_index_tells_every_change(env: Path) -> None:
-    def digest() -> bytes:
-        return walked_index(env).digest
-
     model = env / "lib/python3.11/site-packages/model.py"
-    found = [digest()]
-    assert digest() == found[0]
+    found = [walked_index(env).entries]
+    assert walked_index(env).entries == found[0]
     for change in (
         lambda: model.write_text("longer than before"),
         lambda: os.utime(model, ns=(1, 1)),
@@ -243,8 +241,8 @@ def test_the_index_tells_every_change(env: Path) -> None:
         lambda: model.with_name("new").touch(),
     ):
         change()
-        found.append(digest())
-    assert len(set(found)) == len(found)
+        found.append(walked_index(env).entries)
+    assert len({*map(tuple, found)}) == len(found)
 
 
 def test_folders_of_other_environments_and_copies_are_left_out(env: Path) -> None:
@@ -254,7 +252,7 @@ def test_folders_of_other_environments_and_copies_are_left_out(env: Path) -> Non
     (env / f"tmp/mpitrain-stage-{os.getuid()}/0").mkdir(parents=True)
     inner = env / "lib/python3.11/site-packages"
     roots = roots_of([str(env), str(inner)])
-    index = Index(roots, walk(roots, lambda: None))
+    index = Index(roots, walk(roots.values(), lambda: None))
     paths = {os.path.relpath(it.path, env) for it in index.entries}
     assert {"conda-meta/file", "lib/python3.11/site-packages/model.py"} <= paths
     assert not [
@@ -306,14 +304,14 @@ def test_what_is_gone_while_it_is_listed_is_left_out(
 
 def test_an_error_of_any_kind_is_one_of_the_copy(tmp_path: Path) -> None:
     folder = Entry("/no name of a folder\0", stat.S_IFDIR | 0o700)
-    copy, _, _ = carried(Index(["/"], [folder]), tmp_path / "to")
+    copy, _, _ = carried(Index({"/": "/"}, [folder]), tmp_path / "to")
     assert "null byte" in copy.error
     assert not list((tmp_path / "to").glob("mpitrain-stage-*/*/"))
 
 
 def test_an_error_of_any_kind_is_one_of_the_stream() -> None:
     entry = Entry("/no name of a file\0", stat.S_IFREG | 0o600, size=3)
-    source = Source(Index(["/"], [entry]))
+    source = Source(Index({"/": "/"}, [entry]))
     source.read(0, bytearray(3))
     assert "null byte" in source.error
 
@@ -414,16 +412,18 @@ def test_variables_and_imports_lead_to_the_copy(
         "PATH": "/opt/env/bin:/usr/bin:/opt/environment/bin",
         "VIRTUAL_ENV": "/opt/env",
         "PWD": "/opt/env",
-        "HF_HOME": "/data/hf/hub",
+        "HF_HOME": "/data/hf/",
+        "RUNS": "/data/hf/runs",
         "WORD": "x/opt/env",
     }
-    move = Relocation({"/opt/env": "/tmp/c", "/data": "/no", "/data/hf": "/tmp/d"})
-    activate(move, environ)
+    data = {"/data": "/no", "/data/hf": "/tmp/d/data/hf"}
+    activate(Relocation({"/opt/env": "/tmp/c/opt/env"}, data), environ)
     assert environ == {
         "PATH": "/tmp/c/opt/env/bin:/usr/bin:/opt/environment/bin",
         "VIRTUAL_ENV": "/tmp/c/opt/env",
         "PWD": "/opt/env",
-        "HF_HOME": "/tmp/d/data/hf/hub",
+        "HF_HOME": "/tmp/d/data/hf",
+        "RUNS": "/data/hf/runs",
         "WORD": "x/opt/env",
     }
     assert sys.path == ["/tmp/c/opt/env/lib", "/opt/environment", ""]
