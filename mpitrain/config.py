@@ -288,7 +288,7 @@ class LaunchConfig:
     def __post_init__(self) -> None:
         if self.interface is not None and not self.interface.strip():
             raise UsageError("--interface is empty; expected a name such as ib0")
-        check_values(self)
+        check_values(self, vars(self))
 
     def as_arguments(self) -> dict[str, Any]:
         """Return the arguments of `mpitrain.init`."""
@@ -324,7 +324,7 @@ class TrainConfig(
     """How the ranks are started; its fields are flags like the others."""
 
     def __post_init__(self) -> None:
-        check_values(self)
+        check_values(self, vars(self))
         for error in self._errors():
             raise UsageError(error)
 

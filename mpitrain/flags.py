@@ -17,7 +17,7 @@ from mpitrain._version import __version__
 from mpitrain.console import HELP_FLAGS
 from mpitrain.errors import MpitrainError, UsageError, did_you_mean, usage_errors_in
 from mpitrain.help import help_text
-from mpitrain.settings import Flag, flag_name, flags_of, setting
+from mpitrain.settings import Flag, check_values, flag_name, flags_of, setting
 
 PROGRAM = "python -m mpitrain"
 
@@ -120,6 +120,7 @@ def _build(
     kind: type[Config], values: Mapping[str, Any], defaults: Config | None = None
 ) -> Config:
     """Make a configuration, and the groups nested in it."""
+    check_values(kind, values)  # first: each field alone, then all of them together
     own: dict[str, Any] = {}
     for field in dataclasses.fields(kind):  # type: ignore[arg-type]
         if field.default_factory is not MISSING:

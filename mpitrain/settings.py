@@ -16,7 +16,7 @@ import itertools
 import math
 import re
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, dataclass
 from functools import cache
 from types import NoneType
@@ -122,10 +122,10 @@ def flags_of(kind: Any) -> Iterator[Flag]:
         )
 
 
-def check_values(config: Any) -> None:
+def check_values(kind: Any, values: Mapping[str, Any]) -> None:
     """Raise a UsageError for the first value that its field's facts do not allow."""
-    for name, facts in facts_of(config).items():
-        value, wrong = getattr(config, name, None), ""
+    for name, facts in facts_of(kind).items():
+        value, wrong = values.get(name), ""
         flag, (pattern, expected) = flag_name(facts.flag or name), facts.pattern
         if isinstance(value, int | float):
             if not math.isfinite(value):

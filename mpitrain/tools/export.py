@@ -62,8 +62,9 @@ class ExportConfig:
     normalize: bool = False
     """Put the run's normalization into torchscript or exported-program, which then
     takes floats from 0 to 1."""
-    max_shard_gb: float = setting(5.0, above=0.0, only_with=("format", "huggingface"))
-    """Gigabytes of one file of huggingface, at most, unless one weight has more."""
+    max_shard_gb: float | None = setting(None, above=0.0)
+    """Gigabytes of one file of huggingface, at most, unless one weight has more.
+    Default: 5."""
 
 
 def export(config: ExportConfig) -> str:
@@ -76,6 +77,8 @@ def export(config: ExportConfig) -> str:
         raise UsageError(
             f"{output} cannot be written; expected {what} in an existing folder"
         )
+    if config.max_shard_gb is not None and kind != "huggingface":
+        raise UsageError(f"--max-shard-gb: found --format {kind}, expected huggingface")
     checkpoint = choose_checkpoint(config.run, best=config.best)
     reader = CheckpointReader(checkpoint)
     inputs = (reader.metadata["trainer"] or {}).get("inputs") or {}
@@ -181,7 +184,7 @@ def _write(
         export_folder.write_safetensors(path, weights, weights.stored)
     elif kind == "huggingface":
         found = metadata.get("model_config")  # not in older checkpoints
-        trainer, max_bytes = metadata["trainer"], config.max_shard_gb * 1e9
+        trainer, max_bytes = metadata["trainer"], (config.max_shard_gb or 5.0) * 1e9
         export_folder.write_huggingface(path, weights, found, trainer, max_bytes)
     elif kind == "dcp":
         export_folder.write_dcp(path, weights, metadata["extra_state"])

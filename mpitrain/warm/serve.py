@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from mpitrain.console import say
 from mpitrain.errors import UsageError
 from mpitrain.launch.env_checks import STATUS_FILE
-from mpitrain.settings import check_values, setting
+from mpitrain.settings import setting
 from mpitrain.warm.protocol import NONE, SOCKET, socket_path
 
 
@@ -20,9 +20,6 @@ class ServeConfig:
 
     idle_minutes: float = setting(60.0, above=0)
     """Time without a rank after which it ends."""
-
-    def __post_init__(self) -> None:
-        check_values(self)
 
 
 def serve(config: ServeConfig) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import runpy
 import subprocess
 import sys
@@ -120,6 +121,24 @@ def test_a_value_that_cannot_be_is_refused_by_its_flag(values: dict) -> None:
     (field,) = values
     with pytest.raises(UsageError, match="--" + field.replace("_", "-")):
         TrainConfig(**values)
+
+
+@pytest.mark.parametrize(
+    ("typed", "said"),
+    [
+        ("report runs/a --price -1", "--price must be at least 0.0, found -1.0"),
+        ("export runs/a o --max-shard-gb -3", "--max-shard-gb must be above 0.0"),
+        ("supervise --min-nodes 0 --nodes 0", "--nodes must be at least 1, found 0"),
+        ("replay runs/a --step 0", "--step must be at least 1, found 0"),
+        ("serve --idle-minutes nan", "--idle-minutes must be finite, found nan"),
+        ("sweep a.yaml --ranks-per-trial 0", "--ranks-per-trial must be at least 1"),
+        ("check --start-timeout 0", "--start-timeout must be above 0, found 0.0"),
+    ],
+)
+def test_each_command_refuses_a_number_below_its_minimum(typed: str, said: str) -> None:
+    command, *words = typed.split()
+    with pytest.raises(UsageError, match=re.escape(said)):
+        read_flags(KINDS[command], words, program="x", files=False)
 
 
 NUMBERS = [

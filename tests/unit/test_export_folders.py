@@ -77,6 +77,12 @@ def test_what_safetensors_cannot_hold_is_named(tmp_path: Path) -> None:
     export(ExportConfig(run=tmp_path, output=tmp_path / "x", format="dcp"))
 
 
+def test_a_size_of_shards_is_for_huggingface_alone(tmp_path: Path) -> None:
+    config = ExportConfig(run=tmp_path, output=tmp_path / "x", max_shard_gb=1.0)
+    with pytest.raises(UsageError, match="--max-shard-gb: found --format state_dict"):
+        export(config)
+
+
 def test_a_checkpoint_of_before_has_no_config(tmp_path: Path) -> None:
     write(tmp_path, {"a": torch.ones(2)})
     with pytest.raises(UsageError, match="has no config"):

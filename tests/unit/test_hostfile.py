@@ -9,6 +9,7 @@ import pytest
 
 from mpitrain.cli import main
 from mpitrain.errors import UsageError
+from mpitrain.flags import read_flags
 from mpitrain.schedulers import slurm
 from mpitrain.tools.jobs.hostfile import HostfileConfig, text_of
 
@@ -103,17 +104,17 @@ def test_an_ipv6_address_is_refused_where_mpich_cannot_read_it(tmp_path: Path) -
 
 
 @pytest.mark.parametrize(
-    ("flags", "words"),
+    ("typed", "said"),
     [
-        ({"slots": 0}, "--slots must be at least 1, found 0"),
-        ({"slots": 2, "gpus": "require"}, "--gpus require.*--slots 2"),
-        ({"slots": 2, "gpus": "ignore"}, "--gpus ignore.*--slots 2"),
-        ({"from_file": Path("x"), "gpus": "require"}, "--gpus require.*--from x"),
+        ("--slots 0", "--slots must be at least 1, found 0"),
+        ("--slots 2 --gpus require", "--gpus require.*--slots 2"),
+        ("--slots 2 --gpus ignore", "--gpus ignore.*--slots 2"),
+        ("--from x --gpus require", "--gpus require.*--from x"),
     ],
 )
-def test_flags_that_contradict_each_other_are_named(flags: dict, words: str) -> None:
-    with pytest.raises(UsageError, match=words):
-        HostfileConfig(**flags)
+def test_flags_that_contradict_each_other_are_named(typed: str, said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        read_flags(HostfileConfig, typed.split(), program="x")
 
 
 @pytest.mark.parametrize(

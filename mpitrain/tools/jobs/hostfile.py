@@ -22,7 +22,7 @@ from mpitrain.errors import LaunchError, UsageError
 from mpitrain.mpi.launchers import DEFAULT_FORMAT, HOST_FILE_LINES, HostFileFormat
 from mpitrain.schedulers import detect, read_allocation
 from mpitrain.schedulers.allocation import AllocatedNode
-from mpitrain.settings import check_values, setting
+from mpitrain.settings import setting
 from mpitrain.tools.jobs.check_nodes import check_nodes, short_name
 
 MAX_SLOTS = r"(?:\s+max[-_]slots=[1-9]\d*)?"
@@ -109,7 +109,6 @@ class HostfileConfig:
     """File to write; never left half-written. Default: standard output."""
 
     def __post_init__(self) -> None:
-        check_values(self)
         if self.gpus == "auto":
             return
         for flag, given in (("--slots", self.slots), ("--from", self.from_file)):

@@ -17,7 +17,7 @@ from mpitrain.errors import UsageError, did_you_mean, usage_errors_in
 from mpitrain.flags import PROGRAM, read_flag_file, read_flags
 from mpitrain.mpi.launchers import DEFAULT, LAUNCHERS, LauncherName
 from mpitrain.plugins import load_reference, plugins_of
-from mpitrain.settings import check_values, flag_name, setting
+from mpitrain.settings import flag_name, setting
 from mpitrain.tools.jobs.containers import Runtime, words_of
 
 TEMPLATES = Path(__file__).with_name("templates")
@@ -119,7 +119,6 @@ class JobscriptConfig:
     """File to write; never left half-written. Default: standard output."""
 
     def __post_init__(self) -> None:
-        check_values(self)
         if self.spare_nodes and self.jobs == 1:
             raise UsageError(
                 f"--spare-nodes {self.spare_nodes}: a script for one job uses no spare "

@@ -57,7 +57,7 @@ from mpitrain.record.supervised import (
 )
 from mpitrain.schedulers import detect, seconds_left
 from mpitrain.schedulers.signals import had_term
-from mpitrain.settings import check_values, setting
+from mpitrain.settings import setting
 from mpitrain.tools.jobs import chain
 from mpitrain.tools.jobs.check_nodes import begin_without_term, launcher_of
 from mpitrain.tools.jobs.jobscript import notice_seconds
@@ -112,7 +112,6 @@ class SuperviseConfig:
     """With --jobs, the run folder of a script (`run`)."""
 
     def __post_init__(self) -> None:
-        check_values(self)
         if self.nodes is not None and self.nodes < self.min_nodes:
             raise UsageError(
                 f"--nodes {self.nodes}: expected --min-nodes {self.min_nodes} or more"

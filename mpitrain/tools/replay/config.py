@@ -18,7 +18,7 @@ from mpitrain.errors import UsageError
 from mpitrain.files import read_json, read_yaml
 from mpitrain.flags import PROGRAM
 from mpitrain.record.runs import RUN
-from mpitrain.settings import check_values, setting
+from mpitrain.settings import setting
 from mpitrain.tools.export import is_complete
 from mpitrain.tools.train.prepare import read_config
 
@@ -58,7 +58,6 @@ class ReplayConfig:
     """For diff --replay: write hashes of what the step computes; on one rank."""
 
     def __post_init__(self) -> None:
-        check_values(self)
         if self.step is None and self.until is None:
             raise UsageError("replay: expected --step N, or --until nan")
         begins = self.from_step or 0

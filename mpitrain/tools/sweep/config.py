@@ -19,7 +19,7 @@ from mpitrain.launch.run_target import read_script, read_words
 from mpitrain.plugins import require
 from mpitrain.record.run_dir import read_result
 from mpitrain.record.runs import differences, open_run
-from mpitrain.settings import check_values, flag_name, setting
+from mpitrain.settings import flag_name, setting
 from mpitrain.tools.sweep.space import (
     Search,
     Value,
@@ -63,7 +63,6 @@ class SweepConfig:
     """Allow two trials to train on one GPU, where its ranks share it."""
 
     def __post_init__(self) -> None:
-        check_values(self)
         if not re.fullmatch(NAME_PATTERN, self.path.name):
             raise UsageError(
                 f"--name {self.path.name!r} cannot be the name of a folder; expected "
