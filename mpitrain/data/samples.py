@@ -140,14 +140,14 @@ def digest(tree: Any) -> str:
     """Return a short text that is equal if all tensors of two trees are equal."""
     found = hashlib.sha256()
     tensors = [leaf for leaf in leaves_of(tree) if isinstance(leaf, Tensor)]
-    for leaf in (part for tensor in tensors for part in _dense_parts(tensor)):
+    for leaf in (part for tensor in tensors for part in dense_parts(tensor)):
         # As bytes: NumPy has no bfloat16.
         raw = leaf.cpu().reshape(-1).contiguous().view(torch.uint8)
         found.update(raw.numpy().tobytes())
     return found.hexdigest()[:16]
 
 
-def _dense_parts(tensor: Tensor) -> list[Tensor]:
+def dense_parts(tensor: Tensor) -> list[Tensor]:
     """Return the tensors that a sparse or nested one consists of; of another itself."""
     if tensor.layout == torch.sparse_coo:
         tensor = tensor.coalesce()

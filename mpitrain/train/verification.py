@@ -26,7 +26,7 @@ from torch import Tensor
 
 from mpitrain.config import TrainConfig
 from mpitrain.data.loader import Batch
-from mpitrain.data.samples import leaves_of
+from mpitrain.data.samples import dense_parts, leaves_of
 from mpitrain.errors import MpitrainError, UsageError
 from mpitrain.launch.device_name import device_name
 from mpitrain.mpi.shared_arrays import Communicator
@@ -289,11 +289,10 @@ def checksum(tensor: Tensor) -> str:
     >>> checksum(one) == checksum(one.clone()), checksum(one) == checksum(one.flip(0))
     (True, False)
     """
-    tensor = tensor.detach()
-    if tensor.is_complex():
-        tensor = torch.view_as_real(tensor)
-    if tensor.is_sparse:
-        tensor = tensor.coalesce().values()
+    return _digest(b"".join(map(_summed, dense_parts(tensor.detach()))))
+
+
+def _summed(tensor: Tensor) -> bytes:
     raw = tensor.contiguous().flatten().view(torch.uint8)
     # Words have to begin at a multiple of 8 bytes, and a part of a tensor may not.
     if raw.data_ptr() % WORD:
@@ -303,8 +302,7 @@ def checksum(tensor: Tensor) -> str:
     whole = len(words) // COLUMNS * COLUMNS
     columns = words[:whole].view(-1, COLUMNS).sum(0)
     rest = words[whole:], raw[len(words) * WORD :]
-    parts = [it.cpu().numpy().tobytes() for it in (columns, *rest)]
-    return _digest(b"".join(parts))
+    return b"".join(it.cpu().numpy().tobytes() for it in (columns, *rest))
 
 
 def _digest(content: bytes) -> str:

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pack_sequence
 
 from mpitrain.data.samples import digest, to_device
+from mpitrain.train.verification import checksum
 
 
 class Graph:
@@ -46,6 +47,9 @@ def test_tensors_of_any_layout_are_compared(made: Any) -> None:
     x = torch.tensor([[0.0, 1.0], [2.0, 0.0]])
     assert digest(made(x)) == digest([made(x)])
     assert digest(made(x)) != digest(made(3 * x))
+    assert checksum(made(x)) == checksum(made(x))
+    for other in (3 * x, x.flip(1)):  # other numbers; the same ones at other indices
+        assert checksum(made(x)) != checksum(made(other))
 
 
 def test_what_moves_itself_is_moved_in_a_dataclass_too() -> None:
