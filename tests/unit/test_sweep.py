@@ -19,6 +19,7 @@ from mpitrain.files import read_json
 from mpitrain.mpi.world import Node, World
 from mpitrain.tools.sweep import worker
 from mpitrain.tools.sweep.config import SweepConfig, prepare, read_training
+from mpitrain.tools.sweep.messages import Message, TrialResult
 from mpitrain.tools.sweep.placement import Placement
 from mpitrain.tools.sweep.server import Server
 from mpitrain.tools.sweep.space import Search, read_search, trial_flags
@@ -477,6 +478,47 @@ def test_a_trial_that_fits_no_job_yet_does_not_wait_for_one(tmp_path: Path) -> N
     assert [it.state.name for it in load_study(tmp_path).trials] == ["FAIL"] * 2
 
 
+def test_a_trial_that_waits_for_room_is_overtaken_by_at_most_eight(
+    tmp_path: Path,
+) -> None:
+    search = search_of(tmp_path, "space: {lr: [0.1]}")
+    search = dataclasses.replace(search, function=f"{__name__}:second_on_both_ranks")
+    ranks = Ranks()
+    assert server_of(tmp_path, search, num_ranks=2, comm=ranks, trials=14).run() == 0
+    small = [f"trial-{number:04}" for number in range(2, 14)]
+    assert ranks.began == ["trial-0000", *small[:8], "trial-0001", *small[8:]]
+
+
+def second_on_both_ranks(trial: Any) -> dict[str, int]:
+    return {"ranks": 2 if trial.number == 1 else 1}
+
+
+class Ranks:
+    """Ranks that end the trial that began last, one message at a time."""
+
+    def __init__(self) -> None:
+        self.began: list[str] = []
+        self._busy: dict[int, list[int]] = {}  # by start
+        self._has_sent = False
+
+    def send(self, message: Message, dest: int, tag: int) -> None:
+        if message.kind == "start" and message.start_id not in self._busy:
+            ranks, name, _ = message.data
+            self.began.append(name)
+            self._busy[message.start_id] = list(ranks)
+
+    def Iprobe(self, tag: int) -> bool:
+        self._has_sent = not self._has_sent and bool(self._busy)
+        return self._has_sent
+
+    def recv(self, tag: int) -> Message:
+        start = max(self._busy)
+        rank = self._busy[start].pop()
+        if not self._busy[start]:
+            del self._busy[start]
+        return Message("ended", start, TrialResult("pruned", rank))
+
+
 def begun_on(path: Path, num_ranks: int) -> Search:
     """Let a job of so many ranks begin one of two trials, which wants four."""
     search = search_of(path, "space: {lr: [0.1]}")
@@ -487,15 +529,18 @@ def begun_on(path: Path, num_ranks: int) -> Search:
     return search
 
 
-def server_of(path: Path, search: Search, num_ranks: int, **options: Any) -> Server:
+def server_of(
+    path: Path, search: Search, num_ranks: int, *, comm: Any = None, **options: Any
+) -> Server:
     sweep: Any = SimpleNamespace(
         options=SweepConfig(**{"space": "space.yaml", "trials": 2} | options),
         search=search,
         run_dir=path,
         config=SimpleNamespace(seed=1),
+        trial_words=lambda name, flags: [name, *flags],
     )
     handler: Any = SimpleNamespace(requested=lambda: 0, seconds_left=lambda: None)
-    return Server(None, world_of(num_ranks), sweep, handler, io.StringIO())
+    return Server(comm, world_of(num_ranks), sweep, handler, io.StringIO())
 
 
 def on_four_ranks(_: object) -> dict[str, int]:
