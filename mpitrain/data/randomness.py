@@ -97,7 +97,7 @@ def seed_all(seed: int, device: str = "cpu") -> None:
     import torch
 
     random.seed(seed)
-    np.random.seed(seed)
+    np.random.seed(seed % 2**32)  # it takes no more
     torch.default_generator.manual_seed(seed)  # `torch.manual_seed` takes 0.1 ms
     if device != "cpu":
         torch.get_device_module(device).manual_seed(seed)
@@ -120,27 +120,29 @@ def own_random_state(device: str = "cpu") -> Iterator[None]:
     """
     import torch
 
-    before = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    module = None if device == "cpu" else torch.get_device_module(device)
-    of_device = module.get_rng_state(device) if module else None
+    of_python, of_numpy, of_torch, *of_device = _states(device)
     try:
         yield
     finally:
-        random.setstate(before[0])
-        np.random.set_state(before[1])
-        torch.set_rng_state(before[2])
-        if module:
-            module.set_rng_state(of_device, device)
+        random.setstate(of_python)
+        np.random.set_state(of_numpy)
+        torch.set_rng_state(of_torch)
+        for state in of_device:
+            torch.get_device_module(device).set_rng_state(state, device)
 
 
 def random_state(device: str = "cpu") -> list[object]:
     """Return the state of torch, numpy and `random`; equal if none has drawn."""
+    of_python, of_numpy, *of_torch = _states(device)
+    of_numpy = of_numpy[1].tobytes(), of_numpy[2:]
+    return [of_python, of_numpy, *(it.numpy().tobytes() for it in of_torch)]
+
+
+def _states(device: str) -> list[Any]:
+    """Return the states of `random`, NumPy, torch, and of a device besides the CPU."""
     import torch
 
-    of_numpy: Any = np.random.get_state()
-    found = [random.getstate(), of_numpy[1].tobytes(), of_numpy[2:]]
-    found.append(torch.get_rng_state().numpy().tobytes())
+    found = [random.getstate(), np.random.get_state(), torch.get_rng_state()]
     if device != "cpu":
-        of_device = torch.get_device_module(device).get_rng_state(device)
-        found.append(of_device.numpy().tobytes())
+        found.append(torch.get_device_module(device).get_rng_state(device))
     return found

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mpitrain.data.randomness import own_random_state, seed_all
 from mpitrain.errors import UsageError
 from mpitrain.train.checks import shown_names
 
@@ -79,12 +80,11 @@ class WeightMaker:
             made = torch.empty_like(it, device=self._device)
             setattr(module, at, _like(made, it))
         # The process has its random numbers as before: a user may have seeded them.
-        device = torch.device(self._device)
-        devices = [] if device.type == "cpu" else [device]
-        with torch.random.fork_rng(devices, device_type=device.type):
+        with own_random_state(self._device):
             text = f"{self._seed} {name}".encode()
-            # 7 bytes of the hash: manual_seed takes no more than 64 bits, signed.
-            torch.manual_seed(int.from_bytes(hashlib.sha256(text).digest()[:7]))
+            # 7 bytes of the hash: torch takes no more than 64 bits, signed.
+            seed = int.from_bytes(hashlib.sha256(text).digest()[:7])
+            seed_all(seed, self._device)
             reset()
         for at, it in missing.items():
             made = getattr(module, at)  # anew: reset() may have put another there

@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mpitrain.data.randomness import own_random_state, seed_all
 from mpitrain.data.samples import kind_of, map_tensors
 from mpitrain.errors import DataError, MpitrainError, UsageError
 from mpitrain.mpi.shared_arrays import Communicator
@@ -179,7 +180,9 @@ class MetricObjects:
             for name, metric in self._metrics.items():
                 with _named(f"the metric {name!r} cannot be computed"):
                     states = [self._unpacked(name, it[name]) for it in of_ranks]
-                    with self._fixed_seed():
+                    # What it draws is the same each time, and changes no training.
+                    with own_random_state(self._device):
+                        seed_all(0, self._device)
                         result = metric.compute(states)
                     results[name] = map_tensors(lambda x: x.detach().cpu(), result)
                     pickle.dumps(results[name])  # or to send it would fail
@@ -202,14 +205,6 @@ class MetricObjects:
         # torch's format, for map_location: other ranks' GPUs have other numbers. What
         # it unpickles are objects of this job.
         return torch.load(buffer, map_location=device, weights_only=False)
-
-    @contextlib.contextmanager
-    def _fixed_seed(self) -> Iterator[None]:
-        """Let what a metric draws be the same, and change no random state."""
-        devices = [self._device] if self._device.startswith("cuda") else []
-        with torch.random.fork_rng(devices):
-            torch.manual_seed(0)
-            yield
 
 
 def _flat(metrics: Mapping[str, Any]) -> list[tuple[str, Any]]:

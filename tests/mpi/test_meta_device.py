@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 
 import mpitrain
 from mpitrain.checkpoint.tensors import split_state
+from mpitrain.data.randomness import random_state
 from mpitrain.mpi.collectives import world_comm
 from mpitrain.mpi.world import World
 from mpitrain.train.meta_device import WeightMaker
@@ -40,6 +42,14 @@ class Scaled(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x * self.weight * self.scale
+
+
+class FromNumpy(nn.Linear):
+    """Draws its weights of NumPy."""
+
+    def reset_parameters(self) -> None:
+        with torch.no_grad():
+            self.weight.copy_(torch.from_numpy(np.random.normal(size=(3, 3))))
 
 
 class Net(nn.Module):
@@ -165,10 +175,14 @@ def test_marks_of_weights_stay_with_ddp(world: World) -> None:
 
 def test_the_process_has_its_random_numbers_as_before(world: World) -> None:
     del world
-    model = net("meta")
-    before = torch.get_rng_state()
-    WeightMaker(model, "cpu", 1, lambda _: None)(model)
-    assert torch.equal(before, torch.get_rng_state())
+    models = [net("meta"), net("meta")]
+    for model in models:
+        model.drawn = FromNumpy(3, 3, bias=False, device="meta")
+    before = random_state()
+    for model in models:
+        WeightMaker(model, "cpu", 1, lambda _: None)(model)
+    assert random_state() == before
+    assert torch.equal(*(model.drawn.weight for model in models))
 
 
 @pytest.mark.parametrize("strategy", ["auto", "fsdp"])
