@@ -121,15 +121,18 @@ def random_costs(number: int) -> Costs:
 
 
 def test_the_search_is_within_a_tenth_of_the_best_of_a_grid() -> None:
-    ratios, num_steps = [], []
+    ratios, of_constant, num_steps = [], [], []
     for number in range(200):
         costs = random_costs(number)
         tuner, num = tune(costs, start=min(8, costs.cores - 1))
         num_steps.append(num)
         best = min(seconds_per_step(costs, reading) for reading in GRID)
         ratios.append(seconds_per_step(costs, tuner.reading) / best)
+        constant = Reading(max(8, 2 * costs.cores))
+        of_constant.append(seconds_per_step(costs, constant) / best)
     within = mean(ratio <= 1.1 for ratio in ratios)
     print(f"{within:.1%} within 10 %, at most {max(ratios):.2f}")
+    print(f"mean {mean(ratios):.3f}, of twice the cores or 8 {mean(of_constant):.3f}")
     print(f"steps: median {median(num_steps)}, at most {max(num_steps)}")
     assert within >= 0.95
     assert max(num_steps) < NUM_STEPS

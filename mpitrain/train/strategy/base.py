@@ -295,7 +295,8 @@ class Strategy:
         """
         if not self._are_alike:
             return number_of(nn.utils.get_total_norm(gradients))
-        # As `get_total_norm` without grouping by device and type: half its time.
+        # As `get_total_norm` without grouping by device and type: 9.5 against 27 us for
+        # 6 tensors, and a fifth less, 431 against 544 us, for 161.
         return norm_of(foreach_norm(gradients))
 
     # --- the model's state --------------------------------------------------------
