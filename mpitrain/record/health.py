@@ -63,11 +63,10 @@ class HealthCheck(Callback):
         """Name a rank that is the last one in two windows in a row."""
         slowest, num_last, late_seconds = slowest_rank(self._window)
         num_steps = sum(it.num_steps for it in self._window)
-        is_often_last = num_last >= LAST_FRACTION * num_steps
-        is_late = is_often_last and late_seconds > LATE_FRACTION * seconds
-        before, self._suspect = self._suspect, slowest if is_late else None
+        late = is_late(num_last, late_seconds, num_steps, seconds)
+        before, self._suspect = self._suspect, slowest if late else None
         # Two windows in a row: one is slow by chance now and then.
-        if is_late and before == slowest != self._named:
+        if late and before == slowest != self._named:
             self._named = slowest
             world = trainer.engine.world
             host = next(n.hostname for n in world.nodes if slowest in n.ranks)
@@ -80,6 +79,12 @@ class HealthCheck(Callback):
                 *(late_seconds / num_last, 100 * late_seconds / seconds),
                 self._run_dir,
             )
+
+
+def is_late(num_last: int, late_seconds: float, num_steps: int, seconds: float) -> bool:
+    """Whether the slowest rank causes the waiting, not another one in each step."""
+    is_often_last = num_last >= LAST_FRACTION * num_steps
+    return is_often_last and late_seconds > LATE_FRACTION * seconds
 
 
 def slowest_rank(throughputs: Iterable[Throughput]) -> tuple[int, int, float]:

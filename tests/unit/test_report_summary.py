@@ -27,7 +27,7 @@ def test_a_later_job_does_not_change_what_a_restart_has_cost(tmp_path: Path) -> 
         fault = Restart(time=jobs_of(Run(path))[0].ended + 1.0, step=120, error="x")
         record_restart(path, fault)
         run = Run(path)
-        costs += restart_costs(run)
+        costs += restart_costs(run, jobs_of(run))
         shares.append(goodput(run, jobs_of(run)))
     check_costs(run, costs, shares[1])
     # A restart that begins at step 0 is none of the job that resumes after it.
@@ -35,7 +35,8 @@ def test_a_later_job_does_not_change_what_a_restart_has_cost(tmp_path: Path) -> 
     first = next(i for i, row in enumerate(rows) if row["event"] == "resume")
     del rows[first]
     write_rows(path, rows)
-    (cost,) = restart_costs(Run(path))
+    run = Run(path)
+    (cost,) = restart_costs(run, jobs_of(run))
     assert cost == replace(costs[1], steps=120, step_seconds=cost.step_seconds)
 
 
@@ -55,7 +56,7 @@ def test_a_restart_whose_lines_a_resume_has_cut_has_not_cost_the_queue(
             cut_resume(path, 1)
         run = Run(path)
         assert len(run.metrics.began) == 2
-        costs += restart_costs(run)
+        costs += restart_costs(run, jobs_of(run))
         shares.append(goodput(run, jobs_of(run)))
     check_costs(run, costs, shares[1])
 
@@ -70,7 +71,8 @@ def test_a_restart_that_failed_before_its_first_checkpoint_costs_no_steps(
     for job in jobs_of(Run(path))[:2]:
         record_restart(path, Restart(time=job.ended + 1.0, step=120, error="x"))
     cut_resume(path, 1)
-    assert [it.steps for it in restart_costs(Run(path))] == [0, 20]
+    run = Run(path)
+    assert [it.steps for it in restart_costs(run, jobs_of(run))] == [0, 20]
 
 
 def check_costs(run: Run, costs: list[RestartCost], share: float) -> None:

@@ -1,4 +1,4 @@
-"""Jobs of a run, where their time went, and which rank the others waited for."""
+"""Jobs of a run, and where their time went."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from mpitrain.record.health import slowest_rank
 from mpitrain.record.reading import (
     NUM_COLUMNS,
     CutShort,
@@ -132,11 +131,11 @@ class RestartCost:
     down_seconds: float  # from the end of mpirun to the resume
 
 
-def restart_costs(run: Run) -> list[RestartCost]:
+def restart_costs(run: Run, jobs: Sequence[JobTimes]) -> list[RestartCost]:
     """Return what each restart of a run has cost."""
     total = sums(run.metrics.throughputs)
     seconds = total.seconds / total.num_steps if total.num_steps else 0.0
-    metrics, jobs, found = run.metrics, jobs_of(run), []
+    metrics, found = run.metrics, []
     began = [it.time for it in metrics.began]
     starts = sorted([*began, *(it.time for it in metrics.resumed)])
     ends = [*(it.time for it in run.restarts[1:]), math.inf]
@@ -182,7 +181,7 @@ def goodput(run: Run, jobs: Sequence[JobTimes]) -> float:
     if not jobs or not run.restarts:
         return math.nan
     total = max(job.ended for job in jobs) - jobs[0].began
-    lost = sum(it.step_seconds + it.down_seconds for it in restart_costs(run))
+    lost = sum(it.step_seconds + it.down_seconds for it in restart_costs(run, jobs))
     lost += _start_seconds(jobs[0])
     for before, job in itertools.pairwise(jobs):
         if not any(before.began < it.time <= job.began for it in run.restarts):
@@ -244,39 +243,3 @@ def seconds_by_category(
         for name, seconds in means.items():
             total[name] += seconds
     return total
-
-
-@dataclass(frozen=True, kw_only=True)
-class Straggler:
-    """The rank that was most often the last to finish a step."""
-
-    rank: int
-    last_share: float  # share of the steps in which it was the last
-    late_seconds: float  # how much later than the median rank, mean of those steps
-    late_share: float  # the same, as a share of the time of all steps
-    waited_share: float
-    """Share of the time of all steps that ranks waited, mean over ranks."""
-
-    @property
-    def is_significant(self) -> bool:
-        """Whether one rank causes the waiting, not a different one in each step."""
-        return self.late_share > 0.05 and self.last_share > 0.5
-
-
-def find_straggler(
-    job: JobTimes, throughputs: Sequence[TimedThroughput]
-) -> Straggler | None:
-    """Return the slowest rank of a job; ``None`` if not known."""
-    inside = [row for row in throughputs if job.covers(row.time) and row.num_steps]
-    rank, num_steps, late_seconds = slowest_rank(inside)
-    if not num_steps or job.world_size < 2:
-        return None
-    total = sums(inside)
-    seconds = total.seconds or 1.0
-    return Straggler(
-        rank=rank,
-        last_share=min(1.0, num_steps / total.num_steps),
-        late_seconds=late_seconds / num_steps,
-        late_share=late_seconds / seconds,
-        waited_share=total.wait_seconds / seconds,
-    )

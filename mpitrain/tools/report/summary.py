@@ -9,11 +9,11 @@ from datetime import datetime
 from functools import partial
 
 from mpitrain.mpi.world import format_ranges
+from mpitrain.record.health import is_late, slowest_rank
 from mpitrain.record.reading import Run, TimedThroughput, sums
 from mpitrain.tools.report.analysis import (
     CATEGORIES,
     JobTimes,
-    find_straggler,
     goodput,
     restart_costs,
     seconds_by_category,
@@ -149,7 +149,7 @@ def tables(run: Run, jobs: Sequence[JobTimes]) -> list[Section]:
                     duration(it.down_seconds),
                     it.restart.error,
                 )
-                for it in restart_costs(run)
+                for it in restart_costs(run, jobs)
             ],
         ),
         Section(
@@ -203,16 +203,18 @@ def findings(
     found = []
     for job in jobs:
         where = f"job {job.number}: " if len(jobs) > 1 else ""
-        late = find_straggler(job, throughputs)
-        if late and late.is_significant:
+        inside = [row for row in throughputs if job.covers(row.time) and row.num_steps]
+        rank, num_last, late_seconds = slowest_rank(inside)
+        total = sums(inside)
+        waited = percent(total.wait_seconds / (total.seconds or 1.0))
+        if is_late(num_last, late_seconds, total.num_steps, total.seconds):
             found.append(
-                f"{where}{_rank(late.rank, job)} was the last in "
-                f"{percent(late.last_share)} of the steps, by "
-                f"{duration(late.late_seconds)}; ranks waited "
-                f"{percent(late.waited_share)} of the time"
+                f"{where}{_rank(rank, job)} was the last in "
+                f"{percent(min(1.0, num_last / total.num_steps))} of the steps, by "
+                f"{duration(late_seconds / num_last)}; ranks waited {waited} of "
+                "the time"
             )
-        elif late and len(jobs) == 1:
-            waited = percent(late.waited_share)
+        elif num_last and len(jobs) == 1:
             found.append(f"no straggler; ranks waited {waited} of the time for others")
         ends = dict.fromkeys(job.failed_ranks(), "was")
         ends |= dict.fromkeys(job.hanging_ranks(), "hung")
