@@ -12,41 +12,6 @@ from mpitrain.tools.report.analysis import JobTimes
 from mpitrain.tools.report.figures import THEME, Chart
 from mpitrain.tools.report.summary import Section, status_line, summary, tables
 
-PAGE = """<!DOCTYPE html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta name="color-scheme" content="light dark">
-<meta http-equiv="Content-Security-Policy"
-  content="default-src 'none'; style-src 'unsafe-inline'; img-src data:">
-<title>{title}</title>
-<link rel="icon" href="data:,">
-<style>
-{style}
-</style>
-</head>
-<body>
-<main>
-<header>
-{head}
-<p>{status}</p>
-</header>
-{errors}
-{tiles}
-<div class="charts">
-{charts}
-</div>
-<section aria-label="Tables">
-{tables}
-</section>
-<footer>Written by <code>python -m mpitrain report</code>, mpitrain {version}.
-Times are those of the machine that wrote this page.</footer>
-</main>
-</body>
-</html>
-"""
-
 
 def page(
     run: Run, jobs: Sequence[JobTimes], charts: Sequence[Chart], cost: Mapping[str, str]
@@ -59,7 +24,7 @@ def page(
         for of, value in {**summary(run, jobs), **cost}.items()
         if value
     )
-    return PAGE.format(
+    return read_file("page.html").format(
         title=name,
         style=style_sheet(),
         head=f'<h1>{name} <span class="status {kind}">{escape(status)}</span></h1>',
@@ -81,8 +46,13 @@ def style_sheet() -> str:
     return (
         f":root {{ color-scheme: light dark; {light} }}\n"
         f"@media (prefers-color-scheme: dark) {{ :root {{ {dark} }} }}\n"
-        + resources.files(__package__).joinpath("page.css").read_text()
+        + read_file("page.css")
     )
+
+
+def read_file(name: str) -> str:
+    """Return a file beside this module."""
+    return resources.files(__package__).joinpath(name).read_text()
 
 
 def _error(run: Run) -> str:

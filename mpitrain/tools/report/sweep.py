@@ -16,7 +16,7 @@ from optuna.visualization import matplotlib as plots
 
 from mpitrain._version import __version__
 from mpitrain.record.run_dir import read_result
-from mpitrain.tools.report.page import PAGE, details, style_sheet
+from mpitrain.tools.report.page import details, read_file, style_sheet
 from mpitrain.tools.report.summary import Section
 from mpitrain.tools.sweep.study import finished_trials, load_study, name_of
 
@@ -33,7 +33,7 @@ def sweep_page(path: Path) -> tuple[str, dict[str, bytes]]:
         for it, data in plots_by_name.items()
     ]
     said = str(result.get("error") or result.get("stopped") or "")
-    text = PAGE.format(
+    text = read_file("page.html").format(
         title=escape(name),
         style=style_sheet(),
         head=f"<h1>{escape(name)}</h1>",
