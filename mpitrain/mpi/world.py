@@ -59,6 +59,10 @@ class World:
         """Whether this is rank zero, which writes files and the screen."""
         return self.rank == 0
 
+    def host_of(self, rank: int) -> str:
+        """Return the name of a rank's machine."""
+        return next(node.hostname for node in self.nodes if rank in node.ranks)
+
     def __str__(self) -> str:
         return rank_label(self.rank, self.world_size, self.hostname)
 

@@ -69,7 +69,7 @@ class HealthCheck(Callback):
         if late and before == slowest != self._named:
             self._named = slowest
             world = trainer.engine.world
-            host = next(n.hostname for n in world.nodes if slowest in n.ranks)
+            host = world.host_of(slowest)
             logger.warning(
                 "[rank %d/%d %s] is the last in %.0f %% of the steps, %.3f s (%.0f %%) "
                 "later than the ranks in the middle, and all wait for it: look at "

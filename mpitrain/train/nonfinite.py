@@ -58,7 +58,7 @@ def handle_nonfinite(
         )
     else:
         loss, samples = found[rank][0]
-        host = next(node.hostname for node in world.nodes if rank in node.ranks)
+        host = world.host_of(rank)
         reason = (
             f"the loss is {loss} {where} on rank {rank}/{world.world_size} {host}, "
             f"samples {shown(samples)}"

@@ -257,8 +257,7 @@ class Verification:
         return {name: checksum(tensor) for name, tensor in named.items()}
 
     def _place(self, rank: int) -> str:
-        node = next(it for it in self._world.nodes if rank in it.ranks)
-        return f"rank {rank} on {node.hostname}"
+        return f"rank {rank} on {self._world.host_of(rank)}"
 
     def _fail(
         self,

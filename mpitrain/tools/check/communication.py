@@ -137,7 +137,7 @@ def check_all_reduce(job: Job, world: World) -> tuple[list[Part], list[Finding]]
         parts.append(part)
         if errors:
             first = min(errors)
-            where = f"rank {first} {_host_of(first, world)}"
+            where = f"rank {first} {world.host_of(first)}"
             if len(errors) > 1:
                 where = f"ranks {format_ranges(sorted(errors))}, first {where}"
             text = f"all_reduce on {device_type}, {where}: {errors[first]}"
@@ -177,10 +177,6 @@ def host_backend(world: World) -> str:
     return world.backend.partition(",")[0].rpartition(":")[2]
 
 
-def _host_of(rank: int, world: World) -> str:
-    return next(node.hostname for node in world.nodes if rank in node.ranks)
-
-
 def check_gradients(job: Job, world: World) -> tuple[Part, list[Finding]]:
     """Compare the gradients of DDP and FSDP with those of one process."""
     part: Part = {}
@@ -201,7 +197,7 @@ def check_gradients(job: Job, world: World) -> tuple[Part, list[Finding]]:
         }
         if far:
             text = f"{strategy.upper()}'s gradients differ from those of one process "
-            text += f"by {largest:.1e} on rank {worst} {_host_of(worst, world)} (ranks "
+            text += f"by {largest:.1e} on rank {worst} {world.host_of(worst)} (ranks "
             text += f"{format_ranges(far)}), expected {tolerance:.0e} at most"
             findings.append(Finding("error", "wrong-gradients", text, REMEDY))
     return part, findings
