@@ -372,13 +372,6 @@ def throughput_of(
     The last rank to finish its backward pass waits for nobody: its ``communication`` is
     what the all-reduce takes, and what the others have more is waiting for that rank.
     Waits within the backward pass (FSDP) count as computing.
-
-    >>> late = [[0.0, 0.2, 0, 0.8], [0.0, 0.9, 0, 0.1]]
-    >>> found = throughput_of(np.array(late), 1, 1, num_samples=8, seconds=1.0)
-    >>> found.slowest_rank, round(found.communication_seconds, 3)
-    (1, 0.1)
-    >>> round(found.wait_seconds, 3), round(found.late_seconds, 3)
-    (0.35, 0.7)
     """
     world_size = len(times)
     data, computing, gpu_bytes = times[:, :_NUM_SUMS].T

@@ -68,16 +68,10 @@ def library_of(text: str) -> Mpi:
 
 
 def fits(launcher: str, answer: str, library: Mpi) -> bool | None:
-    r"""Return whether a launcher starts ranks of a library; ``None``: unknown.
+    """Return whether a launcher starts ranks of a library; ``None``: unknown.
 
     ``answer`` is what it says to ``--version``. Versions count to the second number,
     and only within a family.
-
-    >>> ompi5 = library_of("Open MPI v5.0.9, package: x")
-    >>> fits("openmpi", "mpirun (Open MPI) 5.0.1", ompi5)
-    True
-    >>> fits("openmpi", "mpirun (Open MPI) 4.1.8", ompi5), fits("mpich", "", ompi5)
-    (False, False)
     """
     known = LAUNCHERS.get(launcher)
     if known is None or not known.libraries or not library.family:

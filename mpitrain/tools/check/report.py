@@ -100,8 +100,6 @@ class Report:
 def lines_of(name: str, value: Any) -> list[str]:
     r"""Return one part of the result as text; no line for an empty part.
 
-    >>> lines_of("versions", {"torch": "2.15", "numpy": "2.4"})
-    ['versions       torch 2.15, numpy 2.4']
     >>> row = {"num_bytes": 2048, "ms": {"gloo": 1.25}, "bus_gb_s": {"gloo": 0.5}}
     >>> print(*lines_of("bandwidth", [row]), sep="\n")
     bandwidth      num bytes  gloo ms  gloo bus gb s
