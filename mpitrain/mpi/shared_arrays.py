@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from mpitrain.errors import DataError
+from mpitrain.errors import DataError, MpitrainError
 from mpitrain.mpi.collectives import all_or_none, barrier, on_rank_zero, world_comm
 from mpitrain.mpi.shared_memory import share_memory
 from mpitrain.mpi.world import World, list_hosts
@@ -30,6 +30,22 @@ T = TypeVar("T")
 Array = npt.NDArray[Any]
 
 CHUNK_BYTES = 256 << 20  # sent at once between nodes
+
+
+def refuse_differences(
+    of_ranks: Mapping[int, str],
+    what: str,
+    expected: str = "Expected the same on every rank",
+    kind: type[MpitrainError] = DataError,
+) -> None:
+    """Raise an error for the first rank that has something else than the lowest one."""
+    first = next(iter(of_ranks))
+    for rank, found in of_ranks.items():
+        if found != of_ranks[first]:
+            raise kind(
+                f"{what} differs between ranks: {of_ranks[first]} on rank {first}, "
+                f"{found} on rank {rank}.\n{expected}"
+            ).on_all_ranks()
 
 
 class Communicator:
@@ -104,13 +120,7 @@ class Communicator:
 
     def check_equal(self, seen: str, what: str, expected: str) -> None:
         """Refuse what differs between ranks."""
-        found: list[str] = self.allgather(seen)
-        for rank, value in enumerate(found):
-            if value != found[0]:
-                raise DataError(
-                    f"{what} differs between ranks: {found[0]} on rank 0, "
-                    f"{value} on rank {rank}.\n{expected}"
-                ).on_all_ranks()
+        refuse_differences(dict(enumerate(self.allgather(seen))), what, expected)
 
     def once_per_node(self, action: Callable[[], object], doing: str) -> None:
         """Do something on rank zero, then on one rank of each other node.
@@ -135,8 +145,7 @@ class Communicator:
         failed = next((rank for rank, error in enumerate(errors) if error), None)
         reason = ""
         if failed is not None:
-            node = next(it for it in world.nodes if failed in it.ranks)
-            reason = f"{node.hostname}: {errors[failed]}"
+            reason = f"{world.host_of(failed)}: {errors[failed]}"
         # One rank without it, and the whole node does without: each gets the bytes.
         if memory is None or any(errors[rank] for rank in here):
             return mmap.mmap(-1, num_bytes), True, reason

@@ -15,7 +15,7 @@ from torch import nn
 from mpitrain.config import TrainConfig
 from mpitrain.data.samples import kind_of
 from mpitrain.errors import DataError, UsageError
-from mpitrain.mpi.shared_arrays import Communicator
+from mpitrain.mpi.shared_arrays import Communicator, refuse_differences
 from mpitrain.tasks.task import Losses, Task
 from mpitrain.train.callbacks import Callback
 from mpitrain.train.means import is_weighted
@@ -66,13 +66,8 @@ def check_same_config(config: TrainConfig, ranks: Communicator) -> None:
     """Refuse configurations that differ between ranks; collective."""
     settings = config.as_plain("").items()
     of_ranks = ranks.allgather([f"{name} {value}" for name, value in settings])
-    for rank, of_rank in enumerate(of_ranks):
-        for found, expected in zip(of_rank, of_ranks[0], strict=True):
-            if found != expected:
-                raise UsageError(
-                    f"the TrainConfig differs between ranks: {expected} on rank 0, "
-                    f"{found} on rank {rank}; expected the same on every rank"
-                ).on_all_ranks()
+    for of_one in zip(*of_ranks, strict=True):
+        refuse_differences(dict(enumerate(of_one)), "the TrainConfig", kind=UsageError)
 
 
 def check_metrics(found: Any) -> Mapping[str, Any]:

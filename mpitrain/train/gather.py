@@ -10,8 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mpitrain.data.samples import kind_of
-from mpitrain.errors import DataError
-from mpitrain.mpi.shared_arrays import Communicator
+from mpitrain.mpi.shared_arrays import Communicator, refuse_differences
 
 
 def gather_rows(
@@ -27,12 +26,11 @@ def gather_rows(
     # Compared first: ranks with other shapes would wait, or get something else.
     of_ranks = ranks.allgather((len(rows), kind_of(rows[:0])))
     counts, kinds = zip(*of_ranks, strict=True)
-    for rank, kind in enumerate(kinds):
-        if kind != kinds[0]:
-            raise DataError(
-                f"all_gather got rows of {kinds[0]} on rank 0, and {kind} on rank "
-                f"{rank}; expected tensors that differ in the number of rows alone"
-            ).on_all_ranks()
+    refuse_differences(
+        dict(enumerate(kinds)),
+        "the kind of all_gather's rows",
+        "Expected tensors that differ in the number of rows alone",
+    )
     start = sum(counts[:own_rank])
     mine = slice(start, start + len(rows))
     if len(counts) == 1:

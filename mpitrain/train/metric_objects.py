@@ -24,7 +24,7 @@ from torch import Tensor
 from mpitrain.data.randomness import own_random_state, seed_all
 from mpitrain.data.samples import kind_of, map_tensors
 from mpitrain.errors import DataError, MpitrainError, UsageError
-from mpitrain.mpi.shared_arrays import Communicator
+from mpitrain.mpi.shared_arrays import Communicator, refuse_differences
 from mpitrain.tasks.task import DerivedFn, MetricsFn, Task
 from mpitrain.train.evaluate import Evaluation, refuse_names
 from mpitrain.train.metric_states import TorchMetric, parts_of
@@ -128,15 +128,12 @@ class MetricObjects:
             problem = ""
         except UsageError as error:
             problem, mine = str(error), ""
-        found = ranks.allgather((problem, mine))
-        for rank, (reason, seen) in enumerate(found):
-            if reason or seen != found[0][1]:
-                raise UsageError(
-                    reason
-                    or f"the metrics differ between ranks: {found[0][1] or 'none'} on "
-                    f"rank 0, {seen or 'none'} on rank {rank}; expected the same on "
-                    "every rank"
-                ).on_all_ranks()
+        problems, names = zip(*ranks.allgather((problem, mine or "none")), strict=True)
+        for reason in filter(None, problems):
+            raise UsageError(reason).on_all_ranks()
+        refuse_differences(
+            dict(enumerate(names)), "the set of metrics", kind=UsageError
+        )
         task.metric_objects = {k: it.metric for k, it in self._metrics.items()}
 
     def reset(self) -> None:

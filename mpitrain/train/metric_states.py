@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from mpitrain.data.samples import kind_of, map_tensors
 from mpitrain.errors import DataError, UsageError
+from mpitrain.mpi.shared_arrays import refuse_differences
 
 # Of torchmetrics: the result is random, or by the batches of one process.
 NOT_JOINED = ("BootStrapper", "MetricTracker", "Running")
@@ -151,7 +152,7 @@ class TorchMetric:
 
     def _result(self, of_ranks: Sequence[Sequence[MetricState]]) -> Any:
         kinds = [", ".join(state.kind for state in states) for states in of_ranks]
-        _check_equal(self.name, dict(enumerate(kinds)))
+        refuse_differences(dict(enumerate(kinds)), f"the metric {self.name!r}")
         of_parts = [
             {rank: it for rank, it in enumerate(states) if it.is_updated}
             for states in zip(*of_ranks, strict=True)
@@ -182,7 +183,8 @@ class TorchMetric:
         return metric.compute()
 
     def _join(self, part: Any, of_ranks: Mapping[int, MetricState]) -> None:
-        _check_equal(self.name, {k: _outline(it) for k, it in of_ranks.items()})
+        outlines = {rank: _outline(it) for rank, it in of_ranks.items()}
+        refuse_differences(outlines, f"the metric {self.name!r}")
         states = list(of_ranks.values())
         for state in states:
             wrong = [k for k, it in state.once.items() if it != states[0].once.get(k)]
@@ -297,16 +299,6 @@ def _by_batch(
         return [(starts[0][0] if starts else 0, elements)]
     pairs = zip(starts, places[1:], strict=True)
     return [(number, elements[start:stop]) for (number, start), stop in pairs]
-
-
-def _check_equal(name: str, of_ranks: Mapping[int, str]) -> None:
-    first = next(iter(of_ranks))
-    for rank, found in of_ranks.items():
-        if found != of_ranks[first]:
-            raise DataError(
-                f"the metric {name!r} differs between ranks: {of_ranks[first]} on rank "
-                f"{first}, {found} on rank {rank}; expected the same on every rank"
-            )
 
 
 def _outline(state: MetricState) -> str:

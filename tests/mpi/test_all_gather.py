@@ -144,7 +144,7 @@ def test_rows_that_differ_between_ranks_are_an_error_on_all(world: World) -> Non
         return trainer.all_gather(z.sum())[0]
 
     if world.world_size > 1:
-        with pytest.raises(DataError, match=r"on rank 0, and float64 .* on rank 1"):
+        with pytest.raises(DataError, match=r"on rank 0, float64 .* on rank 1"):
             trainer_of(world, loss)[0].fit()
     with pytest.raises(DataError, match=r"all_gather got float64 \(\) in a batch of"):
         trainer_of(world, scalar)[0].fit()

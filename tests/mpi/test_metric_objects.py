@@ -338,7 +338,7 @@ def test_other_metrics_on_a_rank_are_no_wait(world: World, other: Any) -> None:
     metrics = copy.deepcopy(other) if is_last else {"a": Sums()}
     if world.world_size == 1:
         return
-    with pytest.raises(UsageError, match="metrics differ between ranks"):
+    with pytest.raises(UsageError, match="the set of metrics differs between ranks"):
         trainer_of(world, metrics=metrics).fit()
 
 
