@@ -14,6 +14,8 @@ import pytest
 from launcher import Mpi
 from resume_jobs import NUM_STEPS, Job, Runs
 
+pytestmark = pytest.mark.usefixtures("warm_starts")
+
 ALL = ("--checkpoint-every-steps", "6", "--keep-checkpoints", "None")
 OFTEN = ("--checkpoint-every-steps", "2", "--keep-checkpoints", "None")
 

@@ -18,8 +18,11 @@ from logger_files import Points, as_floats
 from resume_jobs import NUM_STEPS, Runs
 from test_disks import fill, small_disk
 
+pytestmark = pytest.mark.usefixtures("warm_starts")
+
 ALL = ("--log", "csv", "tensorboard", "wandb", "--log-every-steps", "1")
 KEY = "0123456789abcdef" * 2 + "01234567"
+TEXTFILE = "examples.custom_logger:Textfile"
 SAVING = ("--checkpoint-every-steps", "2")
 OFFLINE = {"WANDB_MODE": "offline"}
 
@@ -54,7 +57,9 @@ def chosen(points: Points, like: Points) -> Points:
 
 
 def test_what_loggers_have_is_what_the_record_has(runs: Runs) -> None:
-    done = runs.run("mine", 2, *ALL, "--wandb-all-ranks", **OFFLINE)
+    (runs.folder / "examples").symlink_to(ROOT / "examples")
+    words = (*ALL[:4], TEXTFILE, *ALL[4:], "--wandb-all-ranks")
+    done = runs.run("mine", 2, *words, **OFFLINE)
     assert done.status == 0, done.out + done.err
     assert "warning: " not in done.err
     folder = runs.dir("mine")
@@ -82,7 +87,11 @@ def test_what_loggers_have_is_what_the_record_has(runs: Runs) -> None:
     (image,) = logger_files.accumulator(folder).Images("train/images/0")
     assert image.step == 0
     config = (folder / "config.yaml").read_text()
-    assert "log:\n- csv\n- tensorboard\n- wandb\n" in config
+    assert f"log:\n- csv\n- tensorboard\n- wandb\n- {TEXTFILE}\n" in config
+    # A custom logger, in thirty lines.
+    assert len((ROOT / "examples/custom_logger.py").read_text().splitlines()) <= 30
+    lines = (folder / "metrics.prom").read_text().splitlines()
+    assert f'val_loss{{run="mine"}} {record["val/loss"][-1][1]!r}' in lines
 
 
 def test_without_log_nothing_of_it_is_there(runs: Runs) -> None:
@@ -273,13 +282,3 @@ def test_a_disk_that_is_full_ends_loggers_and_no_training(runs: Runs) -> None:
         # What is there can be read.
         for found in (logger_files.from_csv, logger_files.from_tensorboard):
             assert found(runs.dir("full"))["train/loss"]
-
-
-def test_a_logger_of_ones_own_in_thirty_lines(runs: Runs) -> None:
-    assert len((ROOT / "examples/custom_logger.py").read_text().splitlines()) <= 30
-    (runs.folder / "examples").symlink_to(ROOT / "examples")
-    done = runs.run("own", 1, "--log", "examples.custom_logger:Textfile")
-    assert done.status == 0, done.out + done.err
-    lines = (runs.dir("own") / "metrics.prom").read_text().splitlines()
-    last = logger_files.from_record(runs.dir("own"))["val/loss"][-1][1]
-    assert f'val_loss{{run="own"}} {last!r}' in lines
