@@ -10,8 +10,12 @@ import pytest
 import torch
 from launcher import ROOT, Mpi, mpirun
 
+from mpitrain.cli import main
+
+pytestmark = pytest.mark.usefixtures("warm_starts")
+
 SCRIPT = """
-import os, signal, sys
+import sys
 sys.path.append({path!r})
 import dataclasses
 import mpitrain
@@ -25,11 +29,6 @@ config = dataclasses.replace(
 
 class Mine(mpitrain.Callback):
     def on_step_end(self, trainer):
-        if trainer.state.step == 9 and trainer.world.rank == 1:
-            if "kill" in sys.argv:
-                os.kill(os.getpid(), signal.SIGKILL)
-            if "fail" in sys.argv:
-                raise ArithmeticError("a fault of mine")
         if trainer.state.step == 3:
             trainer.log_images("mine/noise", torch.rand(2, 3, 4, 5))
 
@@ -44,13 +43,6 @@ trainer.callbacks = [
 ]
 trainer.fit()
 """
-
-
-@pytest.fixture
-def script(tmp_path: Path) -> Path:
-    found = tmp_path / "script.py"
-    found.write_text(SCRIPT.format(path=str(ROOT / "tests/jobs")))
-    return found
 
 
 def files_of(run_dir: Path) -> set[str]:
@@ -69,9 +61,13 @@ def result_of(run_dir: Path) -> dict[str, Any]:
 
 
 def test_a_script_has_all_that_the_command_has(
-    openmpi: Mpi, script: Path, tmp_path: Path
+    openmpi: Mpi,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    done = mpirun(openmpi, 2, str(script), cwd=tmp_path)
+    (tmp_path / "script.py").write_text(SCRIPT.format(path=str(ROOT / "tests/jobs")))
+    done = mpirun(openmpi, 2, "script.py", cwd=tmp_path)
     assert done.status == 0, done.out + done.err
     assert "Trainer ignores" not in done.err
     assert "has no effect" not in done.err
@@ -91,45 +87,11 @@ def test_a_script_has_all_that_the_command_has(
     states = [torch.load(it / "model.pt") for it in (mine, its)]
     for name, weight in states[0].items():
         assert torch.equal(weight, states[1][name])
-    for command in ("report", "watch --once", "export"):
-        words = ("-m", "mpitrain", *command.split(), "runs/script")
-        more = ("mine.pt",) * (command == "export")
-        done = mpirun(openmpi, 1, *words, *more, cwd=tmp_path)
-        assert done.status == 0, done.out + done.err
-    done = mpirun(
-        openmpi, 1, "-m", "mpitrain", "diff", str(mine), str(its), cwd=tmp_path
-    )
-    assert "steps: the same" in done.out, done.out
-    done = mpirun(openmpi, 3, str(script), cwd=tmp_path)
-    assert done.status == 0, done.out + done.err
     assert result_of(mine)["status"] == "finished"
-
-
-def test_a_script_that_is_killed_resumes(
-    openmpi: Mpi, script: Path, tmp_path: Path
-) -> None:
-    done = mpirun(openmpi, 2, str(script), "kill", cwd=tmp_path)
-    assert done.status != 0
-    done = mpirun(openmpi, 3, str(script), cwd=tmp_path)
-    assert done.status == 0, done.out + done.err
-    assert "resuming from runs/script/checkpoints/step-" in done.out
-    words = ("-m", "mpitrain", "--task", "own_tasks:build", "--device", "cpu")
-    done = mpirun(openmpi, 1, *words, "--name", "whole", cwd=tmp_path)
-    assert done.status == 0, done.out + done.err
-    states = [
-        torch.load(tmp_path / f"runs/{it}/model.pt") for it in ("script", "whole")
-    ]
-    for name, weight in states[0].items():
-        torch.testing.assert_close(weight, states[1][name], rtol=1e-4, atol=1e-5)
-    rows = (tmp_path / "runs/script/metrics.csv").read_text().splitlines()
-    assert rows[0].startswith("step,")
-
-
-def test_a_failure_of_any_rank_is_in_the_run_folder(
-    openmpi: Mpi, script: Path, tmp_path: Path
-) -> None:
-    done = mpirun(openmpi, 2, str(script), "fail", cwd=tmp_path)
-    assert done.status != 0
-    result = result_of(tmp_path / "runs/script")
-    assert result["status"] == "failed"
-    assert "a fault of mine" in result["error"]
+    monkeypatch.chdir(tmp_path)
+    for command in ("report", "watch --once", "export"):
+        more = ["mine.pt"] * (command == "export")
+        assert main([*command.split(), "runs/script", *more]) == 0
+    capsys.readouterr()
+    main(["diff", "runs/script", "runs/command"])
+    assert "steps: the same" in capsys.readouterr().out

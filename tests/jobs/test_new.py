@@ -7,51 +7,64 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
-from launcher import Mpi, environment, mpirun
+from launcher import Mpi, environment, mpirun, slow
 
+from mpitrain.cli import main
 from mpitrain.errors import UsageError
 from mpitrain.tools.new.new import NewConfig, new
+
+pytestmark = pytest.mark.usefixtures("warm_starts")
 
 KINDS = ("trainer", "task", "loop")
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_new_project_trains_and_its_test_passes(
-    openmpi: Mpi, kind: str, tmp_path: Path
+def test_a_new_project_trains(
+    openmpi: Mpi,
+    kind: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    words = ("-m", "mpitrain", "new", "my-flow", "--kind", kind)
-    done = mpirun(openmpi, 1, *words, cwd=tmp_path)
-    assert done.status == 0, done.err
+    monkeypatch.chdir(tmp_path)
+    assert main(["new", "my-flow", "--kind", kind]) == 0
     project = tmp_path / "my-flow"
     (start,) = re.findall(
-        r"cd my-flow && mpirun -np 4 --oversubscribe python (.*)", done.out
+        r"cd my-flow && mpirun -np 4 --oversubscribe python (.*)",
+        capsys.readouterr().out,
     )
     readme = (project / "README.md").read_text()
     assert start in readme
-    for _ in range(2):  # and the same command again
-        done = mpirun(openmpi, 3, *shlex.split(start), cwd=project)
-        assert done.status == 0, done.out + done.err
-        assert "warning" not in done.err
+    done = mpirun(openmpi, 2, *shlex.split(start), cwd=project)
+    assert done.status == 0, done.out + done.err
+    assert "warning" not in done.err
+    monkeypatch.chdir(project)
     for command in re.findall(r"python -m mpitrain (watch|report) runs/first", readme):
-        done = mpirun(openmpi, 1, "-m", "mpitrain", command, "runs/first", cwd=project)
-        assert done.status == 0, done.err
-    tests = subprocess.run(
+        assert main([command, "runs/first"]) == 0
+    (jobscript,) = re.findall(r"^    python (-m mpitrain jobscript .*)$", readme, re.M)
+    before = (project / "job.sh").read_text()
+    (project / "job.sh").unlink()
+    assert main(shlex.split(jobscript)[2:]) == 0
+    assert (project / "job.sh").read_text() == before
+
+
+@pytest.mark.parametrize("kind", ["trainer", slow("task"), slow("loop")])
+def test_the_tests_of_a_new_project_pass(
+    openmpi: Mpi, kind: Any, tmp_path: Path
+) -> None:
+    new(NewConfig(name=str(tmp_path / "my-flow"), kind=kind))
+    done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"],
-        cwd=project,
+        cwd=tmp_path / "my-flow",
         env=environment(openmpi),
         check=False,
         capture_output=True,
         text=True,
     )
-    assert "2 passed" in tests.stdout, tests.stdout + tests.stderr
-    (jobscript,) = re.findall(r"^    python (-m mpitrain jobscript .*)$", readme, re.M)
-    before = (project / "job.sh").read_text()
-    (project / "job.sh").unlink()
-    done = mpirun(openmpi, 1, *shlex.split(jobscript), cwd=project)
-    assert done.status == 0, done.err
-    assert (project / "job.sh").read_text() == before
+    assert "2 passed" in done.stdout, done.stdout + done.stderr
 
 
 @pytest.mark.parametrize("scheduler", ["slurm", "pbs"])
