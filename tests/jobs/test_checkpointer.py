@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -173,41 +174,53 @@ with mpitrain.init():
 """
 
 
-@pytest.mark.parametrize(
-    "words", [[], slow(["-m", "mpitrain", "run"])], ids=["", "run"]
-)
+FORKS = """
+import os, runpy, shutil, sys
+import torch
+import mpitrain
+from mpitrain.cli import main
+
+for number, action in enumerate(sys.argv[2:]):
+    if os.fork() == 0:
+        if sys.argv[1] == "run":
+            sys.exit(main(["run", "script.py", action]))
+        sys.argv = ["script.py", action]
+        runpy.run_path("script.py", run_name="__main__")
+        sys.exit()
+    print("status", os.waitstatus_to_exitcode(os.wait()[1]), flush=True)
+    shutil.copy("r/result.json", f"{number}.json")
+"""
+"""Starts the script again and again, after one import of torch."""
+
+
+@pytest.mark.parametrize("by", ["itself", slow("run")])
 def test_a_loop_leaves_in_its_run_folder_how_it_ended(
-    words: list[str], openmpi: Mpi, tmp_path: Path
+    by: str, openmpi: Mpi, tmp_path: Path
 ) -> None:
     (tmp_path / "script.py").write_text(ENDINGS)
-
-    def end_by(action: str) -> dict[str, Any]:
-        done = subprocess.run(
-            [sys.executable, *words, "script.py", action],
-            cwd=tmp_path,
-            env=environment(openmpi),
-            capture_output=True,
-            text=True,
-        )
-        result = result_of(tmp_path / "r")
-        assert (
-            done.returncode == 0 or "Error" in done.stderr or "Stopped" in done.stderr
-        )
-        return result
-
-    result = end_by("raise mpitrain.Stopped('the night is over')")
-    assert (result["status"], result["stopped"]) == ("stopped", "the night is over")
-    result = end_by("pass")
-    assert (result["status"], result["steps"]) == ("finished", 4)
-    result = end_by("try: 1 / 0\nfinally: checkpointer.close()")
-    assert result["status"] == "failed"
-    assert "division by zero" in result["error"]
     stop = "checkpointer.should_stop()\nimport os, signal\n"
     stop += "os.kill(os.getpid(), signal.SIGUSR2)\nassert checkpointer.should_stop()"
-    result = end_by(stop)
-    assert result["status"] == "stopped"
-    assert result["stopped"].startswith("stopped at step 8: ")
-    assert end_by("checkpointer.close(); 1 / 0")["status"] == "finished"
+    actions = ("raise mpitrain.Stopped('the night is over')", "pass")
+    actions += ("try: 1 / 0\nfinally: checkpointer.close()", stop)
+    actions += ("checkpointer.close(); 1 / 0",)
+    done = subprocess.run(
+        [sys.executable, "-c", FORKS, by, *actions],
+        cwd=tmp_path,
+        env=environment(openmpi),
+        capture_output=True,
+        text=True,
+    )
+    statuses = re.findall(r"^status (\d+)$", done.stdout, re.MULTILINE)
+    assert statuses == ["75", "0", "1", "0", "1"], done.stdout + done.stderr
+    files = [tmp_path / f"{number}.json" for number in range(len(actions))]
+    first, second, third, fourth, fifth = (json.loads(it.read_text()) for it in files)
+    assert (first["status"], first["stopped"]) == ("stopped", "the night is over")
+    assert (second["status"], second["steps"]) == ("finished", 4)
+    assert third["status"] == "failed"
+    assert "division by zero" in third["error"]
+    assert fourth["status"] == "stopped"
+    assert fourth["stopped"].startswith("stopped at step 8: ")
+    assert fifth["status"] == "finished"
 
 
 EXITS = """
@@ -309,68 +322,6 @@ def test_a_signal_stops_a_script_which_resumes(
     whole, stopped = result(tmp_path, "whole"), result(tmp_path, "stopped")
     assert whole[1] == stopped[1]
     assert all(torch.equal(whole[0][name], stopped[0][name]) for name in whole[0])
-
-
-OF_STEPS = """
-import sys
-import numpy as np
-import torch
-from torch.utils.data import TensorDataset
-import mpitrain
-
-class Cut(mpitrain.Callback):
-    def on_step_end(self, trainer):
-        if trainer.state.step == int(sys.argv[2]):
-            raise mpitrain.StopRequested("a test")
-
-def budget(seed, epoch):
-    random = np.random.default_rng([seed, epoch])
-    bounds = np.cumsum(random.integers(1, 9, 8))
-    return [it for it in np.split(random.permutation(40), bounds) if len(it)]
-
-torch.manual_seed(1)
-inputs = torch.randn(40, 8)
-data = TensorDataset(inputs, (inputs.sum(1) > 0).long())
-config = mpitrain.TrainConfig(max_steps=40, validate_every_steps=4, precision="fp64",
-                              optimizer="adam", lr=0.05)
-class Worse(mpitrain.Callback):
-    def on_validation_end(self, trainer, epoch):
-        trainer.state.metrics["f1"] = -float(trainer.state.step > 15)
-callbacks = [mpitrain.Recorder(sys.argv[1]), Worse(), Cut(),
-             mpitrain.EarlyStopping("f1", patience=5),
-             mpitrain.Checkpointer(sys.argv[1], keep=None)]
-trainer = mpitrain.Trainer(torch.nn.Linear(8, 2), data, data, config,
-                           batch_sampler=budget, callbacks=callbacks)
-trainer.fit()
-"""
-
-
-def test_steps_and_batches_are_the_same_on_other_numbers_of_ranks(
-    openmpi: Mpi, tmp_path: Path
-) -> None:
-    (tmp_path / "script.py").write_text(OF_STEPS)
-
-    def rows(name: str) -> list[Any]:
-        lines = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
-        found = map(json.loads, lines)
-        kinds = ("step", "validation", "epoch")
-        return [
-            (it["event"], it["step"], it["train_loss"], it.get("val_loss", 0.0))
-            for it in found
-            if it["event"] in kinds
-        ]
-
-    for name, num_ranks, at in (("whole", 1, 0), ("cut", 2, 7), ("cut", 3, 0)):
-        done = mpirun(openmpi, num_ranks, "script.py", name, str(at), cwd=tmp_path)
-        assert done.status == (75 if at else 0), done.err
-    assert result_of(tmp_path / "cut")["status"] == "finished"
-    expected = sorted(rows("whole"))
-    assert len(expected) > 20
-    assert max(step for _, step, *_ in expected) < 40  # stopped early
-    found = sorted(rows("cut"))
-    assert [it[:2] for it in found] == [it[:2] for it in expected]
-    for mine, other in zip(found, expected, strict=True):
-        assert mine[2:] == pytest.approx(other[2:], rel=1e-9)
 
 
 @pytest.mark.slow
