@@ -7,15 +7,16 @@ from itertools import chain
 from pathlib import Path
 
 import pytest
-from launcher import Mpi, mpirun, rows, slow
+from launcher import Mpi, mpirun, rows
+
+# In CI sizes are compared by tests/mpi/test_trainer.py and test_data_sets.py.
+pytestmark = pytest.mark.slow
 
 SIZES = (1, 2, 3, 4, 8)
 
 
-def runs(
-    mpi: Mpi, tmp_path: Path, *flags: str, sizes: tuple[int, ...] = SIZES
-) -> dict[int, Path]:
-    for size in sizes:
+def runs(mpi: Mpi, tmp_path: Path, *flags: str) -> dict[int, Path]:
+    for size in SIZES:
         done = mpirun(
             mpi,
             size,
@@ -24,15 +25,12 @@ def runs(
             NOTES=str(tmp_path),
         )
         assert done.status == 0, done.err
-    return {size: tmp_path / "runs" / f"on-{size}" for size in sizes}
+    return {size: tmp_path / "runs" / f"on-{size}" for size in SIZES}
 
 
-@pytest.mark.parametrize("sizes", [(1, 5), slow(SIZES)])  # tests/mpi: 3 and 4
-def test_in_float64_every_epoch_agrees_to_1e_9(
-    sizes: tuple[int, ...], mpi: Mpi, tmp_path: Path
-) -> None:
+def test_in_float64_every_epoch_agrees_to_1e_9(mpi: Mpi, tmp_path: Path) -> None:
     flags = ("--precision", "fp64", "--epochs", "2")
-    folders = runs(mpi, tmp_path, *flags, sizes=sizes)
+    folders = runs(mpi, tmp_path, *flags)
     alone = rows(folders[1], "epoch")
     assert len(alone) == 2
     for size, folder in folders.items():
@@ -45,7 +43,6 @@ def test_in_float64_every_epoch_agrees_to_1e_9(
     assert {row["val_samples"] for row in alone} == {360}
 
 
-@pytest.mark.slow
 def test_in_float32_the_first_20_steps_and_the_accuracy_agree(
     openmpi: Mpi, tmp_path: Path
 ) -> None:
@@ -60,7 +57,6 @@ def test_in_float32_the_first_20_steps_and_the_accuracy_agree(
         assert found >= 0.97, size
 
 
-@pytest.mark.slow
 def test_every_step_sees_the_same_samples_and_each_once(
     openmpi: Mpi, tmp_path: Path
 ) -> None:
@@ -106,7 +102,6 @@ def read_steps(file: Path) -> list[list[int]]:
     return found[:-1]
 
 
-@pytest.mark.slow
 def test_accumulation_does_not_change_the_result(openmpi: Mpi, tmp_path: Path) -> None:
     flags = ("--precision", "fp64", "--epochs", "3")
     cases = {"1": (1, ()), "2x3": (2, ("--micro-batch-size", "11")), "3x22": (3, ())}
@@ -127,7 +122,6 @@ def test_accumulation_does_not_change_the_result(openmpi: Mpi, tmp_path: Path) -
         assert sum(losses[name], ()) == pytest.approx(sum(losses["1"], ()), rel=1e-9)
 
 
-@pytest.mark.slow
 def test_fewer_samples_than_ranks_are_each_seen_once(
     openmpi: Mpi, tmp_path: Path
 ) -> None:
