@@ -1,4 +1,4 @@
-"""`qsub pbs/demo.sh`, the script as it is, over qsub's face of SLURM.
+"""`qsub pbs/demo.sh`, with fewer ranks, over qsub's face of SLURM.
 
 SLURM's reader of `#PBS -l select=` wants `mem` last, and passes over `place`,
 `ompthreads` and `ngpus`; PBS minds neither.
@@ -28,9 +28,18 @@ exec ssh -F {ssh_config} "$host" "${{*@Q}}"
 def test_qsub_of_the_demo_script_trains_on_two_nodes(
     slurm: Slurm, folder: Path
 ) -> None:
-    job = slurm.qsub("pbs/demo.sh", cwd=folder, timeout_seconds=TIMEOUT_SECONDS)
+    script = (folder / "pbs/demo.sh").read_text()
+    assert "\n#PBS -l select=2:ncpus=16:mpiprocs=4:" in script
+    (folder / "demo.sh").write_text(script.replace(":mpiprocs=4:", ":mpiprocs=1:"))
+    job = slurm.qsub(
+        "demo.sh",
+        cwd=folder,
+        timeout_seconds=TIMEOUT_SECONDS,
+        ARGS="--epochs 1 --name demo",
+    )
     assert job.exit_code == "0:0", job.output
-    assert_finished(folder, job.output, hosts=["node1", "node2"], world_size=8)
+    assert (folder / "runs/demo").is_dir()
+    assert_finished(folder, job.output, hosts=["node1", "node2"], world_size=2)
 
 
 @pytest.mark.slow

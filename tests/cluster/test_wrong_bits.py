@@ -6,6 +6,8 @@ import re
 import shutil
 from pathlib import Path
 
+import pytest
+
 from .hosts import LOGIN, VirtualHosts
 
 SCRIPT = Path(__file__).parents[1] / "jobs/wrong_bits.py"
@@ -17,7 +19,7 @@ def test_a_host_that_computes_wrongly_is_left_out(
 ) -> None:
     first, bad, _ = hosts.names
     shutil.copy(SCRIPT, folder)
-    listed = "".join(f"{name} slots=2\n" for name in hosts.names)
+    listed = "".join(f"{name} slots=1\n" for name in hosts.names)
     (folder / "hosts").write_text(listed)
     python, path = ".venv/bin/python", f"{folder}/.venv/bin:{hosts.environ['PATH']}"
     variables = {"PYTHONPATH": str(folder), "PATH": path, "STEP_SECONDS": "0.05"}
@@ -36,16 +38,18 @@ def test_a_host_that_computes_wrongly_is_left_out(
 
     said = run(*supervise, *start, "run", "gradient", bad, "14")
     (line,) = {it for it in said.splitlines() if re.match(r"\[rank .*ComputeError", it)}
-    assert re.match(rf"\[rank [23]/6 {bad}\] ComputeError: step 16: it has other", line)
-    assert re.search(rf"{bad}, ranks", said.partition("supervise: restart")[0])
+    assert re.match(rf"\[rank 1/3 {bad}\] ComputeError: step 16: it has other", line)
+    assert re.search(rf"{bad}, rank", said.partition("supervise: restart")[0])
     after = said.partition("supervise: restart 1")[2]
-    assert f"{bad}, ranks" not in after, after
-    assert "on 4 ranks" in after
-    run(*start, "good", "none", "0", "0")
+    assert f"{bad}, rank" not in after, after
+    assert "on 2 ranks" in after
+    run(start[0], "-np", "1", *start[1:], "good", "none", "0", "0")
     one, other = ((folder / it / "model.pt").read_bytes() for it in ("run", "good"))
     assert one == other
 
 
+# In CI the ranks are those of one host: tests/jobs/test_replay.py.
+@pytest.mark.slow
 def test_a_nan_of_two_hosts_is_found_by_one_process(
     hosts: VirtualHosts, folder: Path
 ) -> None:
