@@ -15,8 +15,12 @@ from typing import Any
 
 import optuna
 import pytest
-from launcher import Done, Mpi, environment, mpirun, slow
+from launcher import Done, Mpi, environment, mpirun, slow, supervise
 from resume_jobs import rows_of
+
+from mpitrain.cli import main
+
+pytestmark = pytest.mark.usefixtures("warm_starts")
 
 FLAGS = ("--model", "sweep_models:Net", "--epochs", "2", "--global-batch-size", "144")
 
@@ -68,7 +72,10 @@ def alone(mpi: Mpi, folder: Path, trial: str, num_ranks: int, *flags: str) -> Pa
 
 
 def test_each_trial_is_the_run_that_its_command_makes(
-    openmpi: Mpi, tmp_path: Path
+    openmpi: Mpi,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     space = write_space(
         tmp_path, "sampler: grid\nspace:\n  lr: [0.05, 0.2]\n  ranks: [1, 2]\n"
@@ -91,24 +98,27 @@ def test_each_trial_is_the_run_that_its_command_makes(
         assert "samples/s" in log
         (last,) = trials[number].values
         assert last == rows_of(run_dir)[-1]["val_accuracy"]
-    asked = [sys.executable, "-m", "mpitrain", "sweep", "--best", "space"]
-    said = subprocess.check_output(asked, cwd=tmp_path, env=environment(), text=True)
+    monkeypatch.chdir(tmp_path)
+    assert main(["sweep", "--best", "space"]) == 0
+    said = capsys.readouterr().out
     assert re.match(r"mpirun -np \d python -m mpitrain --device cpu .* --lr 0", said)
-    asked[3:] = ["watch", "sweeps/space"]
-    said = subprocess.check_output(asked, cwd=tmp_path, env=environment(), text=True)
-    assert "4/4 trials: 4 finished | best trial-000" in said
-    asked[3:] = ["report", "sweeps/space"]
-    subprocess.check_output(asked, cwd=tmp_path, env=environment())
+    assert main(["watch", "sweeps/space"]) == 0
+    assert "4/4 trials: 4 finished | best trial-000" in capsys.readouterr().out
+    assert main(["report", "sweeps/space"]) == 0
     page = (tmp_path / "sweeps" / "space" / "report.html").read_text()
     assert page.count("<img ") == 3
     assert "trial-0003" in page
 
 
 def test_a_trial_that_fails_costs_itself_alone(mpi: Mpi, tmp_path: Path) -> None:
+    """And no restart of the sweep."""
     failing = ("Raises", "Exits", "NotFinite", "RaisesInValidation")
     space = write_space(tmp_path, models("Net", *failing))
-    done = sweep(mpi, 4, tmp_path, space, "--ranks-per-trial", "2")
+    words = ("-m", "mpitrain", "sweep", space, "--ranks-per-trial", "2")
+    words = (*words, "--", "--device", "cpu", *FLAGS)
+    done = supervise(mpi, tmp_path, ["--restarts", "2"], *words, num_ranks=4)
     assert done.status == 0, done.out + done.err
+    assert "supervise: restart" not in done.err
     trials = trials_of(tmp_path)
     said = {
         "Raises": r"\[rank \d/4 \S+\] ArithmeticError: this is the fault$",
@@ -144,9 +154,9 @@ def test_a_killed_rank_ends_the_job_and_the_next_goes_on(
     assert "2/4 trials: 2 finished" in done.out
     assert "1 begun before" in done.out
     assert [t.state.name for t in trials_of(tmp_path)] == ["COMPLETE"] * 4
-    flags = ("--model", "sweep_models:KillsOnce", "--lr", "0.1")
-    run_dir = alone(openmpi, tmp_path, "trial-0002", 2, *flags)
-    assert rows_of(tmp_path / "sweeps" / "space" / "trial-0002") == rows_of(run_dir)
+    # Both models train alike, and only the second was killed.
+    whole, cut = (tmp_path / "sweeps/space" / f"trial-000{it}" for it in (0, 2))
+    assert rows_of(cut) == rows_of(whole)
 
 
 @pytest.mark.slow

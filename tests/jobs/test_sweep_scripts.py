@@ -17,21 +17,28 @@ from launcher import Done, Mpi, environment, mpirun
 from resume_jobs import rows_of
 from test_sweep import result_of, trials_of, write_space
 
+pytestmark = pytest.mark.usefixtures("warm_starts")
+
 SCRIPT = str(Path(__file__).with_name("sweep_script.py"))
 RUN = ("--", "run", "--device", "cpu", SCRIPT, "--out", "{dir}")
 
 
-def sweep(mpi: Mpi, num_ranks: int, folder: Path, *words: str) -> Done:
+# Beside others each rank would have fewer threads, which changes the last bits.
+ONE_THREAD = {"OMP_NUM_THREADS": "1"}
+
+
+def sweep(
+    mpi: Mpi, num_ranks: int, folder: Path, *words: str, **variables: str
+) -> Done:
     words = ("-m", "mpitrain", "sweep", "space.yaml", *words)
-    # Beside others each rank would have fewer threads, which changes the last bits.
-    return mpirun(mpi, num_ranks, *words, cwd=folder, OMP_NUM_THREADS="1")
+    return mpirun(mpi, num_ranks, *words, cwd=folder, **variables)
 
 
 def alone(mpi: Mpi, folder: Path, num_ranks: int, *flags: str) -> Path:
     """Run the script as a trial has run it, by `run`."""
     run_dir = folder / "runs" / "alone"
     words = ("-m", "mpitrain", "run", "--device", "cpu", SCRIPT, "--out", str(run_dir))
-    done = mpirun(mpi, num_ranks, *words, *flags, cwd=folder, OMP_NUM_THREADS="1")
+    done = mpirun(mpi, num_ranks, *words, *flags, cwd=folder, **ONE_THREAD)
     assert done.status == 0, done.err
     return run_dir
 
@@ -47,7 +54,7 @@ def test_each_trial_is_the_run_of_its_script(
         "metric: min:loss\nsampler: grid\nspace:\n  lr: [0.01, 0.05, 0.1]\n"
         f"  hidden_size: 3\n  ranks: {ranks}\n",
     )
-    done = sweep(openmpi, num_ranks, tmp_path, *RUN)
+    done = sweep(openmpi, num_ranks, tmp_path, *RUN, **ONE_THREAD)
     assert done.status == 0, done.out + done.err
     assert "finished: 3/3 trials: 3 finished | best trial-000" in done.out
     assert "--hidden_size 3" in done.out
@@ -154,7 +161,7 @@ def test_scripts_that_are_stopped_resume(
         process = subprocess.Popen(
             [*command, "-m", "mpitrain", "sweep", "space.yaml", *hours, *words],
             cwd=tmp_path,
-            env=environment(openmpi, PACE="1", OMP_NUM_THREADS="1"),
+            env=environment(openmpi, PACE="1", **ONE_THREAD),
             stdout=out,
             stderr=subprocess.STDOUT,
         )
@@ -174,7 +181,7 @@ def test_scripts_that_are_stopped_resume(
     trial_dir = tmp_path / "sweeps" / "space" / "trial-0000"
     result = json.loads((trial_dir / "result.json").read_text())
     assert result["status"] == "stopped", result
-    done = sweep(openmpi, 4, tmp_path, *words)
+    done = sweep(openmpi, 4, tmp_path, *words, **ONE_THREAD)
     assert done.status == 0, done.out + done.err
     assert re.search("[123] begun before", done.out)
     trials = trials_of(tmp_path)
@@ -194,12 +201,12 @@ def test_a_script_whose_rank_was_killed_resumes(openmpi: Mpi, tmp_path: Path) ->
         tmp_path, "metric: min:loss\nsampler: grid\nspace:\n  how: kills_once\n"
     )
     words = ("--ranks-per-trial", "2", *RUN)
-    done = sweep(openmpi, 2, tmp_path, *words)
+    done = sweep(openmpi, 2, tmp_path, *words, **ONE_THREAD)
     assert done.status != 0
     assert "died without an error message (killed" in done.err
     failed = result_of(tmp_path)
     assert failed["status"] == "failed", failed
-    done = sweep(openmpi, 2, tmp_path, *words)
+    done = sweep(openmpi, 2, tmp_path, *words, **ONE_THREAD)
     assert done.status == 0, done.out + done.err
     (trial,) = trials_of(tmp_path)
     run_dir = alone(openmpi, tmp_path, 2)
