@@ -8,6 +8,8 @@ import pytest
 
 from .hosts import VirtualHosts
 
+pytestmark = pytest.mark.slow  # in CI the table of tests/mpi, on one host
+
 MPICH = Path(__file__).parents[2] / ".venv-mpich"
 TESTS = Path(__file__).parents[1] / "mpi"
 SECONDS = 240
@@ -31,7 +33,6 @@ WHICH = (
 """Which types are added up makes no difference between hosts: all are on one."""
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("slots", "tables"),
     [
@@ -99,9 +100,7 @@ with mpitrain.init(device="cpu") as world:
 """
 
 
-@pytest.mark.parametrize(
-    "slots", [pytest.param((2, 2), marks=pytest.mark.slow), (2, 2, 1)]
-)
+@pytest.mark.parametrize("slots", [(2, 2), (2, 2, 1)])
 def test_sums_by_mpich_between_hosts_are_right_at_every_size(
     slots: tuple[int, ...], hosts: VirtualHosts, folder: Path
 ) -> None:

@@ -17,9 +17,9 @@ from data_files import write_folder, write_mnist
 from launcher import children_of, rows, slow, survivors
 
 from .conftest import ROOT
+from .hostfile import mpirun
 from .hosts import VirtualHosts
 from .runs import assert_finished
-from .test_hostfile import mpirun
 
 OWN = ROOT / "tests/jobs"
 FLAGS = ("--image-size", "16", "--global-batch-size", "8", "--epochs", "2")
@@ -103,25 +103,6 @@ def test_a_host_whose_folder_lacks_a_file_is_named(
     first = hosts.names[0]
     words = f"the files of {photos} are not the same on all nodes: {second} sees others"
     assert_refused(status, said, folder, words, f"than {first}")
-
-
-def test_a_host_without_the_folder_is_named(
-    hosts: VirtualHosts, folder: Path, photos: Path
-) -> None:
-    _, second, _ = hosts.names
-    empty = folder / "empty"
-    empty.mkdir()
-    with seen_there(hosts, second, photos.parent, empty):
-        status, said = train(
-            hosts, folder, "--data", "folder", "--data-dir", str(photos)
-        )
-    assert_refused(
-        status,
-        said,
-        folder,
-        f"{photos}/train: cannot be listed, No such file",
-        f"/2 {second}]",
-    )
 
 
 @pytest.mark.slow

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from .hostfile import mpirun
 from .hosts import VirtualHosts
 from .networks import (
     OPEN_MPI_IN_PORTS,
@@ -20,7 +21,6 @@ from .networks import (
     somebody_else_at,
 )
 from .runs import assert_finished
-from .test_hostfile import mpirun
 
 pytestmark = pytest.mark.usefixtures("firewall")
 
@@ -81,6 +81,7 @@ def test_hosts_with_ipv6_alone_train_together(
         assert met_at(hosts, folder) == "fd99::1"
 
 
+@pytest.mark.slow  # tests/unit/test_network.py: gloo on an address that was not proved
 def test_gloo_is_refused_where_nodes_meet_at_another_address_than_it_takes(
     hosts: VirtualHosts, folder: Path
 ) -> None:
@@ -93,12 +94,6 @@ def test_gloo_is_refused_where_nodes_meet_at_another_address_than_it_takes(
     with further_network(hosts, "eth1", own), filtered(hosts, *rules):
         said = refused(hosts, folder, words=words, flags=OPEN_MPI_IN_PORTS)
         assert "gloo would listen on 10.98.0.1, the first address of eth1" in said
-
-
-def test_the_interface_that_was_asked_for_is_taken(
-    hosts: VirtualHosts, folder: Path, second_network: None
-) -> None:
-    assert met_at(hosts, folder, words=["--interface", "eth1"]) == "fd98::1"
 
 
 def test_an_interface_that_a_host_lacks_is_one_error(

@@ -10,11 +10,11 @@ import optuna
 import pytest
 from resume_jobs import rows_of
 
+from .hostfile import mpirun
 from .hosts import VirtualHosts
 from .slurm import Slurm
 from .test_chains import NODES, PAUSE, TRAINING, Chain, train_without_a_break
 from .test_data_files import OWN
-from .test_hostfile import mpirun
 
 SPACE = """
 sampler: grid

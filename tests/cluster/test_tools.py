@@ -8,11 +8,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from launcher import slow
 
 from .conftest import ROOT
+from .hostfile import give_up
 from .runs import assert_finished
 from .slurm import Slurm
-from .test_hostfile import give_up
 
 TIMEOUT_SECONDS = 240
 
@@ -37,7 +38,6 @@ done
 @pytest.mark.parametrize(
     ("words", "flags", "slots"),
     [
-        (["--ntasks-per-node=3"], "", [3, 3]),
         (["--ntasks-per-node=3", "--gres=gpu:2"], "", [2, 2]),
         (["--ntasks-per-node=1", "--gpus-per-node=2"], "--gpus require", [2, 2]),
         (["--ntasks-per-node=3", "--gres=gpu:2"], "--gpus ignore", [3, 3]),
@@ -79,6 +79,8 @@ def test_mpirun_fills_the_hosts_that_a_job_wrote(
     for file_format in ("openmpi", "mpich"):
         title = (folder / f"hosts.{file_format}").read_text().splitlines()[0]
         assert title.startswith(f"# {scheduler.upper()} job ")
+    lines = (folder / "hosts.openmpi").read_text().splitlines()
+    assert lines[1:] == ["node1 slots=2", "node2 slots=2"]
     assert (folder / "hosts.pbs").read_text() == "node1\nnode1\nnode2\nnode2\n"
 
 
@@ -103,7 +105,7 @@ def test_a_shell_that_srun_opened_is_told_to_use_the_jobs_own(
     assert "a shell that srun opened" in job.output
 
 
-@pytest.mark.parametrize("scheduler", ["slurm", "pbs"])
+@pytest.mark.parametrize("scheduler", [slow("slurm"), "pbs"])
 def test_a_job_script_with_words_of_ours_trains(
     slurm: Slurm, folder: Path, scheduler: str
 ) -> None:

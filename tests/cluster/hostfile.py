@@ -11,18 +11,8 @@ from pathlib import Path
 import pytest
 
 from .hosts import VirtualHosts
-from .runs import assert_finished
 
 TIMEOUT_SECONDS = 240
-
-
-def test_mpirun_with_a_hostfile_trains_over_three_hosts(
-    hosts: VirtualHosts, folder: Path
-) -> None:
-    done = mpirun(hosts, folder, hosts.names, slots=1, words=["--name", "three-hosts"])
-    assert done.returncode == 0, done.stdout
-    assert (folder / "runs" / "three-hosts").is_dir()
-    assert_finished(folder, done.stdout, hosts=hosts.names, world_size=3)
 
 
 def mpirun(
