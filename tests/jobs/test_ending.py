@@ -150,7 +150,7 @@ def test_weights_that_one_rank_freezes_end_the_job(
     [
         ("exit", 3, "sys.exit(3)"),
         slow("exit-text", 1, "sys.exit('no more')"),
-        ("interrupt", 130, "interrupted by Ctrl-C (SIGINT)"),
+        slow("interrupt", 130, "interrupted by Ctrl-C (SIGINT)"),
     ],
 )
 def test_the_job_ends_with_the_status_of_the_rank_that_left(

@@ -80,11 +80,12 @@ def check_gone(done: Done, folder: Path, seconds: float = GONE_SECONDS) -> None:
 def test_a_rank_that_stands_still_is_named_and_the_job_ends_with_76(
     mpi: Mpi, fault: str, where: str, tmp_path: Path
 ) -> None:
-    done = run(mpi, TRAINING.replace("FAULT", fault), tmp_path)
+    num_ranks = 3 if "sleep" in fault else 2
+    done = run(mpi, TRAINING.replace("FAULT", fault), tmp_path, num_ranks)
     assert done.status == 76, done.err
     check_gone(done, tmp_path)
     (line,) = done.ours
-    assert line.startswith("[rank 1/3 ")
+    assert line.startswith(f"[rank 1/{num_ranks} ")
     assert "hang: no rank has made progress for" in line
     said = done.err + done.out
     arrived = said.partition("did not arrive:")[2]
@@ -92,19 +93,27 @@ def test_a_rank_that_stands_still_is_named_and_the_job_ends_with_76(
     assert re.search(
         rf"rank 1 \S+: training, 2 steps done, .*{re.escape(where)}", first
     )
+    others = "ranks 0,2" if num_ranks == 3 else "rank 0"
     assert re.search(
-        r"ranks 0,2 \S+: training, 2 steps done, .*script.py:2\d in .*, in all_reduce",
+        rf"{others} \S+: training, 2 steps done, .*script.py:2\d in .*, in all_reduce",
         rest,
     )
 
 
 def test_alone_a_hang_ends_with_76(openmpi: Mpi, tmp_path: Path) -> None:
-    script = TRAINING.replace("FAULT", "time.sleep(1000)").replace(
-        "world.rank == 1", "True"
+    """Of a script without a word of ours, where `run` is asked to watch it."""
+    (tmp_path / "script.py").write_text(
+        "import time, torch\n"
+        "weight = torch.nn.Parameter(torch.ones(1))\n"
+        "optimizer = torch.optim.SGD([weight])\n"
+        "for step in range(2):\n"
+        "    weight.square().sum().backward()\n"
+        "    optimizer.step()\n"
+        "time.sleep(1000)\n"
     )
-    (tmp_path / "script.py").write_text(HEAD + script)
+    ours = ("-m", "mpitrain", "run", "--hang-timeout", str(HANG_SECONDS))
     done = subprocess.run(
-        ["timeout", "-k", "5", "60", sys.executable, "script.py"],
+        ["timeout", "-k", "5", "60", sys.executable, *ours, "script.py"],
         cwd=tmp_path,
         env=environment(openmpi),
         capture_output=True,
@@ -112,6 +121,7 @@ def test_alone_a_hang_ends_with_76(openmpi: Mpi, tmp_path: Path) -> None:
     )
     assert done.returncode == 76, done.stderr
     assert "[rank 0/1 " in done.stderr
+    assert "training, 2 steps done" in done.stderr
 
 
 def test_a_rank_that_left_early_is_named(openmpi: Mpi, tmp_path: Path) -> None:
@@ -148,6 +158,12 @@ def test_a_hang_of_a_training_has_stacks_in_every_log(
     result = json.loads((tmp_path / "runs/r/result.json").read_text())
     assert result["status"] == "failed"
     assert "hang: no rank has made progress" in result["error"]
+    ends = []
+    for file in sorted((tmp_path / "runs/r/times").glob("rank-*.jsonl")):
+        ends.append(json.loads(file.read_text().splitlines()[-1]))
+        assert isinstance(ends[-1], dict), f"{file.name} has no end"
+    assert [end["phase"] for end in ends] == ["communication", "forward"]
+    assert all(HANG_SECONDS <= end["seconds"] < 60 for end in ends)
 
 
 def test_honest_work_that_tells_is_no_hang(openmpi: Mpi, tmp_path: Path) -> None:
@@ -171,7 +187,7 @@ def test_usr1_to_mpirun_shows_where_all_are_and_changes_nothing(
 ) -> None:
     script = TRAINING.replace("FAULT", fault).replace("seconds=3", "seconds=300")
     (tmp_path / "script.py").write_text(HEAD + script)
-    job = start(mpi, tmp_path, num_ranks=3)
+    job = start(mpi, tmp_path)
     try:
         wait_for(tmp_path / "time")
         time.sleep(1)
@@ -186,13 +202,12 @@ def test_usr1_to_mpirun_shows_where_all_are_and_changes_nothing(
     assert out.count("where the ranks are:") == 1
     assert re.search(r"rank 1 \S+: training, 2 steps done", out)
     assert re.search(
-        r"ranks 0,2 \S+: training, 2 steps done, .*script.py:2\d in .*, in all_reduce",
-        out,
+        r"rank 0 \S+: training, 2 steps done, .*script.py:2\d in .*, in all_reduce", out
     )
 
 
-def start(mpi: Mpi, folder: Path, num_ranks: int = 2) -> subprocess.Popen[str]:
-    start = (str(mpi.mpirun), "-np", str(num_ranks), *mpi.flags)
+def start(mpi: Mpi, folder: Path) -> subprocess.Popen[str]:
+    start = (str(mpi.mpirun), "-np", "2", *mpi.flags)
     return subprocess.Popen(
         [*start, sys.executable, "script.py"],
         cwd=folder,

@@ -43,7 +43,7 @@ while [ $(wc -l < pids) -lt 4 ]; do sleep 0.1; done
     ("end", "status", "said"),
     [
         ("exit 3", 3, "ended with status 3"),
-        ("kill -KILL $$", 137, "was killed by SIGKILL"),
+        slow("kill -KILL $$", 137, "was killed by SIGKILL"),  # unit/test_target.py
     ],
 )
 def test_a_program_that_fails_ends_the_job_and_all_it_started(
@@ -68,7 +68,7 @@ def test_a_program_ends_with_its_rank(openmpi: Mpi, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "number", [slow(signal.SIGUSR1), signal.SIGUSR2, signal.SIGTERM]
+    "number", [slow(signal.SIGUSR1), signal.SIGUSR2, slow(signal.SIGTERM)]
 )
 def test_a_signal_reaches_the_program_once(
     openmpi: Mpi, number: signal.Signals, tmp_path: Path
