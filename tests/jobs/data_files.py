@@ -183,3 +183,32 @@ def write_shards(
                 ]
             write_tar(data_dir / part / f"{shard:03}.tar", members)
     return data_dir
+
+
+def write_spoilt(folder: Path) -> None:
+    """Write sets with two bad samples of 20 to train on, and one of 7 to validate."""
+    photos = write_folder(folder / "photos")
+    cut(photos / "train/b/10.jpg", num_bytes=300)
+    (photos / "train/c/11.jpg").write_text("not an image")
+    (photos / "val/a/03.jpg").write_bytes(b"")
+    members = {"train": [], "val": []}
+    for part, count, bad in (("train", 20, (10, 11)), ("val", 7, (3,))):
+        for number in range(count):
+            image = b"no image" if number in bad else picture(5 * number)
+            label = str(number % 3).encode()
+            members[part] += [(f"{number}.png", image), (f"{number}.cls", label)]
+        write_tar(folder / f"shards/{part}/0.tar", members[part])
+    import h5py
+
+    with h5py.File(folder / "set.h5", "w") as file:
+        kind = h5py.vlen_dtype("u1")
+        for part, samples in members.items():
+            images = file.create_dataset(f"{part}/images", (len(samples) // 2,), kind)
+            for number, (_, data) in enumerate(samples[::2]):
+                images[number] = list(data)
+            file[f"{part}/labels"] = [int(label) for _, label in samples[1::2]]
+
+
+def cut(path: Path, *, num_bytes: int) -> None:
+    """Take bytes away at a file's end."""
+    path.write_bytes(path.read_bytes()[:-num_bytes])

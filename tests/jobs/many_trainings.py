@@ -1,6 +1,6 @@
 """Train several times in one job: each as ``python -m mpitrain`` does it.
 
-    mpirun -np 3 python many_trainings.py trainings.json
+    mpirun -np 3 python -m mpitrain run many_trainings.py trainings.json
 
 The file has each run's name and flags. Most of a short job is its start.
 """

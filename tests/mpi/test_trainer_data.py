@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from pathlib import Path
 from typing import Any
 
+import custom_data
 import numpy as np
 import pytest
 import torch
@@ -33,6 +36,7 @@ from mpitrain.data.map_style import MapStyle
 from mpitrain.data.sharding import Indices, epoch_order
 from mpitrain.data.worker_tuner import Reading, WorkerTuner
 from mpitrain.errors import DataError, UsageError
+from mpitrain.mpi.shared_arrays import Communicator
 from mpitrain.mpi.world import World
 from mpitrain.tasks.image_classification.datasets.named import InMemory
 from mpitrain.tasks.task import Task
@@ -78,6 +82,54 @@ def test_a_stream_trains_like_a_set_in_its_order(
         world, data=in_order(NUM_SAMPLES), schedule="constant", warmup_epochs=0
     )
     assert found == pytest.approx(again, rel=1e-9)
+
+
+class Noting(Trainer):
+    """Notes the number in the first pixel of each image that it trains on."""
+
+    trained: dict[int, list[int]]
+
+    def compute_loss(self, batch: Batch) -> Any:
+        rows = batch.inputs[: len(batch), 0, 0, 0]
+        numbers = [round(255 * float(row)) for row in rows]
+        self.trained.setdefault(self.state.epoch, []).extend(numbers)
+        return super().compute_loss(batch)
+
+
+KINDS = {
+    "map": custom_data.Noted(26),
+    "stream": custom_data.Readings(range(26)),
+    "parts": custom_data.NotedParts(range(26)),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_sample_is_trained_on_once_in_an_epoch(
+    world: World,
+    ranks: Communicator,
+    run_dir: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    kind: str,
+) -> None:
+    """And read once by the workers of all ranks; a stream that is whole, by each."""
+    ranks.on_rank_zero(run_dir.mkdir, "make a folder for notes")
+    monkeypatch.setenv("NOTES", str(run_dir))
+    net = torch.nn.Sequential(torch.nn.Flatten(1), torch.nn.Linear(432, 3))
+    config = config_of(epochs=2, num_workers=2, global_batch_size=8, precision="fp32")
+    val = custom_data.Photos(3)
+    trainer = Noting(net, KINDS[kind], val, config, world=world)
+    trainer.trained = {}
+    trainer.fit()
+    each = dict.fromkeys(range(26), 1)
+    for epoch in (1, 2):
+        of_ranks = ranks.allgather(trainer.trained[epoch])
+        assert Counter(number for it in of_ranks for number in it) == each
+        assert all(of_ranks) or world.world_size > 3
+    if kind != "stream":
+        files = list(run_dir.glob("read-*"))
+        lines = [line for file in files for line in file.read_text().split()]
+        assert Counter(map(int, lines)) == dict.fromkeys(range(26), 2)
+        assert len(files) >= 2 * world.world_size or world.world_size > 3  # processes
 
 
 class WithNoise(Dataset[Any]):
