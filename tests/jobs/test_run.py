@@ -93,7 +93,7 @@ def test_the_script_of_the_page_goes_on_in_the_next_job(
     assert done.out.count("finished") == 2
 
 
-@pytest.mark.parametrize("method", [slow("spawn"), "forkserver", "fork"])
+@pytest.mark.parametrize("method", [slow("spawn"), "forkserver", slow("fork")])
 def test_data_workers_find_the_classes_of_the_script(
     openmpi: Mpi, method: str, tmp_path: Path
 ) -> None:
@@ -109,6 +109,19 @@ def test_a_process_group_left_or_destroyed_ends_well_every_time(
     for _ in range(2):
         done = run(mpi, 2, str(SCRIPTS / "ddp.py"), *words, cwd=tmp_path)
         check_all_done(done, 2)
+
+
+def test_a_process_that_the_script_forks_is_no_rank(
+    openmpi: Mpi, tmp_path: Path
+) -> None:
+    body = """
+import os
+child = os.fork()
+if child:
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    print(f"done {os.environ['RANK']}/{os.environ['WORLD_SIZE']}", flush=True)
+"""
+    check_all_done(run(openmpi, 2, write(tmp_path, body), cwd=tmp_path), 2)
 
 
 def test_mpi4py_works_in_a_script(mpi: Mpi, tmp_path: Path) -> None:
@@ -148,29 +161,16 @@ def test_each_step_is_counted_once(openmpi: Mpi, tmp_path: Path) -> None:
     assert "it was at: training, 12 steps done" in done.err
 
 
-STARTS_OTHERS = """
+STARTS_ANOTHER = """
 import os, subprocess, sys, time
 import torch, torch.distributed as dist
 
-python, mpi = sys.executable, "from mpi4py import MPI; print(MPI.COMM_WORLD.size)"
-ours = (python, "-m", "mpitrain")
-code = "import os; print(os.environ['RANK'], os.environ['WORLD_SIZE'])"
-open("child.py", "w").write(code)
-open("sleeps.py", "w").write("import time; open('here', 'w'); time.sleep(60)")
-
-def said(*words):
-    done = subprocess.run(words, env={**os.environ}, timeout=30, capture_output=True,
-                          text=True)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.split()
-
+code = "import os, time; print(os.environ['RANK'], os.environ['WORLD_SIZE'])"
+open("child.py", "w").write(f"{code}; time.sleep(60)")
 if os.environ["RANK"] == "1":
-    assert said(python, "-c", mpi) == ["1"]
-    assert said(*ours, "run", "child.py") == ["0", "1"]
-    assert said(*ours, "--version")[0] == "mpitrain"
-    child = subprocess.Popen([*ours, "run", "sleeps.py"])
-    while not os.path.exists("here"):
-        time.sleep(0.1)
+    words = [sys.executable, "-um", "mpitrain", "run", "child.py"]
+    child = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
+    assert child.stdout.readline() == "0 1\\n"
     child.kill()
     child.wait()
     time.sleep(4)
@@ -180,9 +180,9 @@ print(f"done {dist.get_rank()}/{dist.get_world_size()}", flush=True)
 """
 
 
-def test_a_program_that_a_rank_starts_is_alone(mpi: Mpi, tmp_path: Path) -> None:
-    """It may use MPI, or mpitrain, and be killed."""
-    done = run(mpi, 2, write(tmp_path, STARTS_OTHERS), cwd=tmp_path)
+def test_a_script_that_a_rank_runs_is_alone(mpi: Mpi, tmp_path: Path) -> None:
+    """And may be killed; tests/mpi/test_start.py starts other programs."""
+    done = run(mpi, 2, write(tmp_path, STARTS_ANOTHER), cwd=tmp_path)
     check_all_done(done, 2)
 
 

@@ -54,11 +54,11 @@ dist.all_reduce(torch.ones(1))
     ("mpi", "fault", "status", "words"),
     [
         ("openmpi-5", "raise", 1, "ArithmeticError: this is the fault"),
-        ("mpich", "exit", 3, "sys.exit(3)"),
+        slow("mpich", "exit", 3, "sys.exit(3)"),
         ("openmpi-4.1", "interrupt", 130, "interrupted by Ctrl-C (SIGINT)"),
         ("openmpi-5", "exit-hard", None, "os._exit); it was at: in the script"),
         slow("mpich", "exit-hard", None, "os._exit); it was at: in the script"),
-        ("openmpi-4.1", "kill", None, "in the script"),
+        slow("openmpi-4.1", "kill", None, "in the script"),
         ("openmpi-5", "abort", 7, None),  # MPI says it
     ],
     indirect=["mpi"],
@@ -79,7 +79,7 @@ def test_every_way_out_of_a_script_ends_the_job(
     assert words in line
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("num_ranks", [slow(1), 2])
 def test_the_traceback_begins_with_the_script(
     openmpi: Mpi, num_ranks: int, tmp_path: Path
 ) -> None:
@@ -219,11 +219,12 @@ def test_a_rank_that_waits_for_nobody_is_not_ended(
 
 
 @pytest.mark.parametrize(
-    ("flags", "status"), [slow((), 0), (("--hang-timeout", "4"), 76)]
+    ("flags", "status"), [slow((), 0), slow(("--hang-timeout", "4"), 76)]
 )
 def test_a_hang_is_named_when_asked_for(
     openmpi: Mpi, flags: tuple, status: int, tmp_path: Path
 ) -> None:
+    """In CI one rank alone is asked: see test_hangs.py."""
     body = """
 import os, time
 import torch
@@ -258,24 +259,11 @@ threading.Thread(target=late).start()
     check_all_done(run(openmpi, 2, write(tmp_path, body), cwd=tmp_path), 2)
 
 
-def test_a_process_that_the_script_forks_is_no_rank(
-    openmpi: Mpi, tmp_path: Path
-) -> None:
-    body = """
-import os
-child = os.fork()
-if child:
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    print(f"done {os.environ['RANK']}/{os.environ['WORLD_SIZE']}", flush=True)
-"""
-    check_all_done(run(openmpi, 2, write(tmp_path, body), cwd=tmp_path), 2)
-
-
 @pytest.mark.parametrize(
     ("words", "said"),
     [
         (("wrong.py",), "'wrong.py' is no Python"),
-        (("-m", "nothing.tool"), "-m nothing.tool: there is no such module"),
+        slow(("-m", "nothing.tool"), "-m nothing.tool: there is no such module"),
     ],
 )
 def test_what_cannot_run_is_told_once(
@@ -315,7 +303,8 @@ sys.exit(75)
     ("who", "where"),
     [
         ("all processes", ()),
-        ("all processes", ON_ONE_CORE),  # a fork of one import for both is the rank
+        # A fork of one import for both is the rank; in CI test_term.py signals a fork.
+        slow("all processes", ON_ONE_CORE),
         ("the script alone", ()),
     ],
 )
