@@ -59,6 +59,8 @@ def test_open_mpis_library_under_mpichs_mpirun_is_refused_once(tmp_path: Path) -
     assert (
         said(done, "TopologyError: MPICH's mpiexec (or srun) started 3 processes") == 1
     )
+    assert "(PMI_SIZE=3)" in done.out + done.err
+    assert "world of 1" in done.out + done.err
     assert said(done, "suspicious MPI execution environment") == 0
 
 

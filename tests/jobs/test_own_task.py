@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import runpy
 import signal
 from pathlib import Path
 
@@ -14,6 +15,8 @@ import torch
 from example_files import own_task
 from launcher import ROOT, Mpi, mpirun
 from resume_jobs import Runs
+
+from mpitrain import cli
 
 pytestmark = pytest.mark.usefixtures("warm_starts")
 
@@ -167,7 +170,9 @@ def test_a_task_has_the_model_and_the_data_of_the_command(
         torch.testing.assert_close(weight, its[name], rtol=1e-9, atol=1e-12)
 
 
-def test_the_page_trains_and_exports(openmpi: Mpi, tmp_path: Path) -> None:
+def test_the_page_trains_and_exports(
+    openmpi: Mpi, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     page = (ROOT / "docs/howto/own-task.md").read_text()
     (tmp_path / "mine.py").write_text(own_task())
     commands = re.findall(r"^    (?:mpirun.*|python) -m mpitrain (.*)$", page, re.M)
@@ -178,11 +183,10 @@ def test_the_page_trains_and_exports(openmpi: Mpi, tmp_path: Path) -> None:
         assert expected in done.out
         assert "has no effect" not in done.out + done.err
     export = next(it for it in commands if it.startswith("export"))
-    done = mpirun(openmpi, 1, "-m", "mpitrain", *export.split(), cwd=tmp_path)
-    assert done.status == 0, done.err
-    code_after = "import mine, torch; m = mine.build(width=64).model; "
-    code_after += "m.load_state_dict(torch.load('best.pt'))"
-    assert mpirun(openmpi, 1, "-c", code_after, cwd=tmp_path).status == 0
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(export.split()) == 0
+    model = runpy.run_path("mine.py")["build"](width=64).model
+    model.load_state_dict(torch.load("best.pt"))
 
 
 @pytest.mark.slow

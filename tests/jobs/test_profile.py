@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 from launcher import Mpi, mpirun
 
+pytestmark = pytest.mark.usefixtures("warm_starts")
+
 
 def test_each_rank_leaves_a_trace_of_its_steps(openmpi: Mpi, tmp_path: Path) -> None:
     words = ("-m", "mpitrain", "--name", "a", "--epochs", "1", "--profile", "4")
