@@ -45,6 +45,25 @@ def test_an_all_reduce_that_fails_on_one_rank_is_named_there(
     assert finding.found.endswith(": out of luck")
 
 
+def test_a_wrong_number_of_one_rank_is_named_with_it(
+    job: mpitrain.Job, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    culprit = world.world_size - 1
+    right = dist.all_reduce
+
+    def all_reduce(tensor: torch.Tensor) -> None:
+        right(tensor)
+        tensor[3] += world.rank == culprit
+
+    monkeypatch.setattr(dist, "all_reduce", all_reduce)
+    (part,), (finding,) = communication.check_all_reduce(job, world)
+    assert not part["is_right"]
+    assert finding.name == "wrong-all-reduce"
+    assert finding.found.startswith(f"all_reduce on cpu, rank {culprit} ")
+    assert ": element 3 is" in finding.found
+    assert finding.remedy
+
+
 def test_a_sum_in_the_place_of_an_average_is_found(
     job: mpitrain.Job, world: World, summing: None
 ) -> None:
