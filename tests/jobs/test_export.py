@@ -13,7 +13,7 @@ import pytest
 import torch
 from data_files import idx_bytes
 from export_jobs import export
-from launcher import Mpi, mpirun
+from launcher import Mpi, mpirun, slow
 
 from mpitrain.checkpoint.format import BrokenCheckpoint
 from mpitrain.errors import DataError, UsageError
@@ -62,7 +62,7 @@ def test_it_is_weights_for_another_training(folder: Path, openmpi: Mpi) -> None:
     assert "weights from w.safetensors: 8 tensors" in done.out
 
 
-@pytest.mark.parametrize("kind", ["torchscript", "exported-program"])
+@pytest.mark.parametrize("kind", ["torchscript", slow("exported-program")])
 def test_a_program_computes_what_the_model_does(kind: str, folder: Path) -> None:
     file = folder / "program.pt2"
     write_model(ExportConfig(run=folder / "runs/a", output=file, format=kind))  # type: ignore[arg-type]

@@ -81,8 +81,11 @@ def folder(openmpi: Mpi, tmp_path_factory: pytest.TempPathFactory) -> Path:
     vit = ("--model", "timm:test_vit", "--image-size", "32", "--epochs", "1")
     data = ("--data", "mnist", "--data-dir", ".", "--global-batch-size", "32")
     more = ("--name", "vit", "--device", "cpu")
-    for words in (("script.py",), ("-m", "mpitrain", *vit, *data, *more)):
-        done = mpirun(openmpi, 2, *words, cwd=made, timeout_seconds=400)
+    script = ("run", "--device", "cpu", "script.py")
+    for words in (script, (*vit, *data, *more)):
+        done = mpirun(
+            openmpi, 2, "-m", "mpitrain", *words, cwd=made, timeout_seconds=400
+        )
         assert done.status == 0, done.out + done.err
     return made
 
