@@ -31,7 +31,7 @@ from mpitrain.checkpoint.storage import (
     TensorWriter,
     local_chunks,
 )
-from mpitrain.errors import DataError
+from mpitrain.errors import DataError, UsageError
 from mpitrain.mpi.world import World
 from mpitrain.train.metrics import TrainState
 
@@ -422,6 +422,10 @@ def test_the_newest_come_first_and_others_are_not_found(tmp_path: Path) -> None:
     assert layout.list_checkpoints(tmp_path / "nowhere") == []
     with pytest.raises(DataError, match="is no checkpoint"):
         layout.checkpoint_at(folder / "other")
+    for path in ("other", "nowhere"):
+        asked = str(folder / path)
+        with pytest.raises(UsageError, match=r"--resume: .* is no checkpoint"):
+            find_checkpoint(tmp_path, "a", asked, LONE, lone_communicator(), [])
 
 
 def test_the_best_stays_beside_the_newest(tmp_path: Path) -> None:
