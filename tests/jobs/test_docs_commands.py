@@ -169,7 +169,10 @@ def command_params() -> list[object]:
     for kind, num_in_ci in (
         ("mpirun.*--dry-run", 3),
         (r"mpirun .*python (\S+\.py|-m \w+ run)", 1),
-        (" export ", 2),
+        (" export ", 1),
+        (" report ", 1),
+        # Of these each has a file of tests.
+        ("mpirun.* (check|sweep) |benchmarks/", 0),
     ):
         repeated += [c for c in found if re.search(kind, str(c))][num_in_ci:]
     return [slow(c) if c in repeated else c for c in found]
