@@ -1,4 +1,4 @@
-"""The launchers and libraries of MPI: names, words, variables. Needs nothing else.
+"""The launchers and libraries of MPI: names, words, variables. Needs no MPI.
 
 The one place that knows an MPI by name. `LAUNCHERS` has what starts ranks, `LIBRARIES`
 what mpi4py loads. Sources, read in November 2026:
@@ -17,10 +17,12 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
+
+from mpitrain.errors import UsageError
 
 LauncherName = Literal[
     "openmpi", "mpich", "intel", "pals", "srun", "ibrun", "jsrun", "flux"
@@ -71,6 +73,18 @@ class Launcher:
     def program(self) -> str:
         """Its name on the command line, such as ``flux run``."""
         return self.command.partition(" -")[0]
+
+    def words_for(self, hosts: Sequence[str]) -> list[str]:
+        """Return the words for one rank on each of some hosts."""
+        return self.hosts.format(ranks=len(hosts), hosts=",".join(hosts)).split()
+
+    def check_hosts(self, flag: str) -> None:
+        """Check that it starts on the hosts that it is given, as ``flag`` needs."""
+        if not self.host_file:
+            raise UsageError(
+                f"{flag}: {self.title} takes all nodes of the job; expected an mpirun "
+                "that takes a host file"
+            )
 
 
 MPICH_FAMILIES = ("MPICH", "Intel MPI", "MVAPICH", "Cray MPICH")

@@ -9,9 +9,12 @@ from unittest.mock import Mock
 import pytest
 
 from mpitrain.cli import main
+from mpitrain.errors import UsageError
 from mpitrain.mpi.launchers import LAUNCHERS
+from mpitrain.tools.jobs.check_nodes import check_nodes
 from mpitrain.tools.jobs.launch_words import parse_words
 from mpitrain.tools.jobs.node_choice import NodeChoice
+from mpitrain.tools.jobs.warm_nodes import WarmNodes
 
 
 def choice_of_three(folder: Path, file: Path) -> NodeChoice:
@@ -71,6 +74,22 @@ def test_a_launcher_s_options_are_known_in_each_form(
     assert found.start == ("mpirun", *start.split())
     assert (found.host_file, found.num_ranks) == (Path("f"), num_ranks)
     assert found.program == (python, "x.py", "--np=3")
+
+
+def test_a_launcher_that_takes_all_nodes_is_refused_where_some_are_chosen() -> None:
+    launcher = LAUNCHERS["srun"]
+    words = parse_words(["srun", "python", "x.py"], launcher)
+    limits = {"limit": 2, "minimum": 1, "seconds": 9.0}
+    for flag, start in (
+        ("--nodes 2", lambda: NodeChoice(words, {}, Path("f"), **limits)),
+        ("--warm", lambda: WarmNodes(words, {})),
+        ("--probe", lambda: check_nodes([], ["srun"], 9.0, {})),
+    ):
+        with pytest.raises(UsageError, match=f"^{flag}: srun takes all nodes of"):
+            start()
+    words = parse_words(["mpirun", "python", "x.py"], LAUNCHERS["openmpi"])
+    with pytest.raises(UsageError, match="--nodes 2: expected a job, or a host file"):
+        NodeChoice(words, {}, Path("f"), **limits)
 
 
 def test_a_full_disk_leaves_the_nodes_as_they_were(

@@ -19,7 +19,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
-from mpitrain.errors import UsageError
 from mpitrain.mpi.launchers import DEFAULT, LAUNCHERS, TELL_VERSION, by_command
 from mpitrain.schedulers import lost_nodes
 from mpitrain.schedulers.allocation import AllocatedNode, query
@@ -44,11 +43,7 @@ def check_nodes(
 ) -> tuple[list[AllocatedNode], list[str]]:
     """Return the nodes that a training can use, and a reason for each of the others."""
     launcher = LAUNCHERS[launcher_of(mpirun)]
-    if not launcher.hosts:
-        raise UsageError(
-            f"--probe: {launcher.title} takes all nodes of the job; expected an mpirun "
-            "that takes a host file"
-        )
+    launcher.check_hosts("--probe")
     num_gpus: dict[str, int] = {}
     reasons: dict[str, str] = {}
 
@@ -61,8 +56,7 @@ def check_nodes(
     def start(some: Sequence[AllocatedNode]) -> None:
         if some:
             names = [node.hostname for node in some]
-            of_hosts = launcher.hosts.format(ranks=len(names), hosts=",".join(names))
-            start_words = [*mpirun, *of_hosts.split()]
+            start_words = [*mpirun, *launcher.words_for(names)]
             answers, reason = _start(names, start_words, seconds / 2)
             num_gpus.update(answers)
             reasons.update({node.hostname: reason for node in some})

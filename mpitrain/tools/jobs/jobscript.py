@@ -129,16 +129,14 @@ class JobscriptConfig:
         if self.scheduler == "slurm" and self.queue is not None:
             raise UsageError(f"--queue {self.queue}: SLURM says --partition")
         launcher = LAUNCHERS[self.launcher]
-        if self.warm and (self.stage or self.container or not launcher.hosts):
+        if self.warm and (self.stage or self.container):
             raise UsageError(
-                "--warm: expected an mpirun that takes hosts, without --container and "
-                "--stage, where the ranks run another Python"
+                "--warm: expected no --container and --stage, where the ranks run "
+                "another Python"
             )
-        if self.spare_nodes and not launcher.host_file:
-            raise UsageError(
-                f"--spare-nodes {self.spare_nodes}: {launcher.title} takes all nodes "
-                "of the job; expected 0"
-            )
+        if self.warm or self.spare_nodes:
+            spare = f"--spare-nodes {self.spare_nodes}"
+            launcher.check_hosts("--warm" if self.warm else spare)
         if launcher.scheduler not in ("", self.scheduler):
             raise UsageError(
                 f"--launcher {self.launcher}: {launcher.title} is of "

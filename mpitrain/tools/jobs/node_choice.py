@@ -51,12 +51,11 @@ class NodeChoice:
         program = f"{PROGRAM} hostfile"
         self._config = read_flags(HostfileConfig, flags, program=program, files=False)
         self._has_list = bool(words.host_file) or detect(environ).name != "none"
+        if limit is not None:
+            launcher.check_hosts(f"--nodes {limit}")
+            if not self._has_list:
+                raise UsageError(f"--nodes {limit}: expected a job, or a host file")
         if not (launcher.host_file and self._has_list):
-            if limit is not None:
-                raise UsageError(
-                    f"--nodes {limit}: {launcher.title} takes all nodes of the job; "
-                    "expected no spare nodes"
-                )
             return
         self.probe = [
             *(words.program[0], "-m", "mpitrain", "hostfile", *flags),

@@ -78,7 +78,6 @@ BAD_HOST = re.compile(
 # Rank zero writes its error before it reports it, which takes seconds (`ExitGuard`).
 LINGER_SECONDS = 8.0  # how long mpirun may take to end after its ranks
 INTERRUPT_SECONDS = 3.0  # how long mpirun may take to end after Ctrl-C
-MODULE = "-m mpitrain"
 LEFT_SECONDS = 86400.0  # after which a folder is of a job that was killed
 
 
@@ -220,7 +219,7 @@ class Supervisor:
             if written is not None:
                 status = written
             else:  # a script without `run` writes none; its run folder may tell
-                status = status or int(MODULE in " ".join(command))
+                status = status or int("-m mpitrain" in " ".join(command))
                 if status == 0 and opened is not None:
                     result = read_result(opened.run_dir)
                     status = int(result.get("status") in ("running", "failed"))

@@ -22,11 +22,7 @@ class WarmNodes:
     """
 
     def __init__(self, words: LaunchWords, environ: Mapping[str, str]) -> None:
-        if not words.launcher.hosts:
-            raise UsageError(
-                f"--warm: {words.launcher.title} takes all nodes of the job; expected "
-                "an mpirun that takes a host file"
-            )
+        words.launcher.check_hosts("--warm")
         # They would not hold for servers, one on each node.
         flags = {it.partition("=")[0] for it in words.start}
         if placed := flags & set(words.launcher.places):
@@ -53,12 +49,11 @@ class WarmNodes:
             self._output.seek(0)
             self._output.truncate()
         self._hosts = hosts
-        launcher, start = self._words.launcher, self._words.start
-        of_hosts = launcher.hosts.format(ranks=len(hosts), hosts=",".join(hosts))
+        start, of_hosts = self._words.start, self._words.launcher.words_for(hosts)
         self._mpirun = subprocess.Popen(
             [
                 # The last words of the start may be of a program around Python.
-                *(start[0], *of_hosts.split(), *self._words.exported, *start[1:]),
+                *(start[0], *of_hosts, *self._words.exported, *start[1:]),
                 *(self._words.program[0], "-m", "mpitrain", "serve"),
             ],
             env=self._environ,
