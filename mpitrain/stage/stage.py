@@ -150,7 +150,7 @@ def stage(job: Job, config: StageConfig, target: Target) -> Target:
         try:
             for folder in copies.folders:
                 hold(folder)  # each process: that which has copied may end first
-        except OSError as failure:
+        except Exception as failure:  # of any kind: staging ends no job
             error = f"{socket.gethostname()}: {failure}"
         first = min_over_ranks(comm, comm.rank if error else comm.size)
         if first < comm.size:
