@@ -109,14 +109,31 @@ def try_one_image(model: nn.Module, sizes: Sizes) -> object:
     try:
         with torch.no_grad():
             try:  # `functional_call`, since `to("meta")` would drop the model's numbers
-                tensors = chain(model.named_parameters(), model.named_buffers())
                 with torch.device("meta"):
-                    on_meta = {name: tensor.to("meta") for name, tensor in tensors}
-                    return functional_call(model, on_meta, (torch.zeros(shape),))
+                    images = (torch.zeros(shape),)
+                    on_meta = _tensors_on_meta(model)
+                    return functional_call(model, on_meta, images, tie_weights=False)
             except Exception:  # of the image or of the device: the real run tells
                 return model(torch.zeros(shape))
     finally:
         model.train(training)
+
+
+def _tensors_on_meta(model: nn.Module) -> dict[str, Tensor]:
+    """Return tensors without numbers for those of a model; tied ones are one tensor."""
+    found: dict[str, Tensor] = {}
+    copies: dict[Tensor, Tensor] = {}
+    # Each module once: of two names of a shared one, `functional_call` would put back
+    # under the second what it has put in under the first (torch 2.14).
+    for prefix, module in model.named_modules():
+        for name, tensor in chain(
+            module.named_parameters(prefix, recurse=False, remove_duplicate=False),
+            module.named_buffers(prefix, recurse=False, remove_duplicate=False),
+        ):
+            if tensor not in copies:
+                copies[tensor] = tensor.to("meta")
+            found[name] = copies[tensor]
+    return found
 
 
 class WithHead(nn.Module):
