@@ -36,6 +36,7 @@ Format = Literal[
     "state_dict", "safetensors", "huggingface", "dcp", "torchscript", "exported-program"
 ]
 FOLDERS = ("huggingface", "dcp")
+KNOWN_INPUTS = ("resize", "center_crop", "mean", "std", "classes")
 PROGRAMS = ("torchscript", "exported-program")  # with the model's code
 
 
@@ -110,14 +111,21 @@ def _inputs_lines(inputs: dict[str, Any], *, is_inside: bool) -> str:
     """Say what the model takes and returns, as far as the checkpoint knows."""
     if not inputs:
         return ""
-    size, crop, classes = inputs["resize"], inputs["center_crop"], inputs["classes"]
-    steps = [f"shorter side resized to {size}, center crop {crop}"] if crop else []
-    steps += [f"resized to {size}"] if size and not crop else []
-    if inputs["mean"]:
+    size, crop, mean = (inputs.get(it) for it in ("resize", "center_crop", "mean"))
+    steps = []
+    if size and crop:
+        whole = f"kept whole if {crop}x{crop} already"
+        steps = [f"shorter side resized to {size}, center crop {crop} ({whole})"]
+    elif size:
+        steps = [f"resized to {size}"]
+    if mean:
         where = " (is inside)" if is_inside else ""
-        numbers = f"mean {inputs['mean']}, std {inputs['std']}"
+        numbers = f"mean {mean}, std {inputs.get('std')}"
         steps.append(f"pixels from 0 to 1, normalized by {numbers}{where}")
-    named = f"\nclasses: {', '.join(classes)}" if classes else ""
+    # A custom task has keys of its own.
+    steps += [f"{key} {inputs[key]}" for key in inputs if key not in KNOWN_INPUTS]
+    classes = inputs.get("classes")
+    named = f"\nclasses: {', '.join(map(str, classes))}" if classes else ""
     return f"\ninputs: {'; '.join(steps) or 'as in the data set'}{named}"
 
 

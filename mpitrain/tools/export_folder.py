@@ -112,13 +112,26 @@ def write_huggingface(
             "safetensors or dcp"
         )
     is_timm = found["library"] == "timm"
-    config = found["files"]["config.json"]
+    files = dict(found["files"])
+    config = files["config.json"]
+    inputs = (trainer or {}).get("inputs") or {}
+    classes = inputs.get("classes") or ()
     if is_timm:
-        config["pretrained_cfg"] |= _images(trainer)
-        classes = ((trainer or {}).get("inputs") or {}).get("classes") or ()
+        cfg, images = config["pretrained_cfg"], _images(trainer)
+        for name in images:  # those of the pretrained weights
+            cfg.pop(f"test_{name}", None)
+        cfg |= images
         if len(classes) == config["num_classes"]:
             config["label_names"] = classes
     else:
+        labels = config.get("id2label") or {}
+        has_names = any(it != f"LABEL_{number}" for number, it in labels.items())
+        # 2: Transformers' default, which it leaves out.
+        if len(classes) == (len(labels) or 2) and not has_names:
+            config["id2label"] = dict(enumerate(classes))
+            config["label2id"] = {it: number for number, it in enumerate(classes)}
+        if processor := _image_processor(inputs, config.get("num_channels", 0)):
+            files["preprocessor_config.json"] = processor
         dtypes = [of.dtype for of in weights.stored.values()]
         floats = [dtype for dtype in dtypes if dtype.is_floating_point]
         config["dtype"] = str(floats[0]).removeprefix("torch.")
@@ -138,7 +151,6 @@ def write_huggingface(
         which = f"-{number:05}-of-{len(shards):05}" if len(shards) > 1 else ""
         write_safetensors(folder / f"model{which}.safetensors", weights, part)
         file_of |= dict.fromkeys(part, f"model{which}.safetensors")
-    files = dict(found["files"])
     if len(shards) > 1:
         total = {"total_size": sum(map(weights.num_bytes, names))}
         index = {"metadata": total, "weight_map": file_of}
@@ -156,12 +168,39 @@ def _images(trainer: Mapping[str, Any] | None) -> dict[str, Any]:
         found["input_size"] = [channels, size, size]
     if data and inputs:
         for name, default in (("mean", 0.0), ("std", 1.0)):
-            values = inputs[name] or [default]
+            values = inputs.get(name) or [default]
             found[name] = values * channels if len(values) == 1 else values
-    if inputs.get("resize"):
-        crop = inputs["center_crop"]
+    if "resize" in inputs:  # of a task with images
+        crop = inputs.get("center_crop")
         found["crop_pct"] = crop / inputs["resize"] if crop else 1.0
         found["crop_mode"] = "center" if crop else "squash"
+        found["interpolation"] = "bilinear"
+    return found
+
+
+def _image_processor(inputs: Mapping[str, Any], channels: int) -> dict[str, Any] | None:
+    """Return Transformers' form of how the run has resized and normalized images."""
+    mean, std = inputs.get("mean"), inputs.get("std")
+    if not mean or not std or channels != 3:
+        return None
+    resize, crop = inputs.get("resize"), inputs.get("center_crop")
+    found: dict[str, Any] = {
+        "image_processor_type": "CLIPImageProcessor",  # it has all of these steps
+        "do_convert_rgb": True,
+        "do_resize": bool(resize),
+        "resample": 2,  # PIL's number of bilinear
+        "do_center_crop": bool(crop),
+        "do_rescale": True,
+        "rescale_factor": 1 / 255,
+        "do_normalize": True,
+        "image_mean": [*mean] * (channels // len(mean)),
+        "image_std": [*std] * (channels // len(std)),
+    }
+    if resize:
+        square = {"height": resize, "width": resize}
+        found["size"] = {"shortest_edge": resize} if crop else square
+    if crop:
+        found["crop_size"] = {"height": crop, "width": crop}
     return found
 
 

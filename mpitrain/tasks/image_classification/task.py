@@ -217,7 +217,8 @@ def _describe_inputs(
 ) -> dict[str, Any]:
     """Return what a model is given and its outputs mean, for `inputs.json`."""
     files: Any = getattr(samples, "dataset", None)
-    crop = files.image_size if isinstance(files, ImageReader) else None
+    is_cropped = isinstance(files, ImageReader) and not files.keeps_images
+    crop = files.image_size if is_cropped else None
     return {
         "mean": mean_std and list(mean_std[0]),
         "std": mean_std and list(mean_std[1]),

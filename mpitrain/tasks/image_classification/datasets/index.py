@@ -53,6 +53,7 @@ class ImageReader(SampleReader):
         self.part = part
         self.labels = index.arrays[f"{part}_labels"]
         self.image_size = image_size
+        self.keeps_images = index.facts.get("size") == image_size  # no resize, no crop
         self.set_up(index)
 
     @abc.abstractmethod
