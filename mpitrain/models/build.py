@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 from pathlib import Path
 from types import ModuleType
@@ -44,7 +45,7 @@ def build_and_load(
     `num_classes`, `in_channels` and `image_size` that it takes by name. `weights` is a
     file or a name that the model's library knows; ``None`` for random ones.
     """
-    named = _named(weights)
+    named = _named(name, weights)
     file = Path(weights) if weights is not None and named is None else None
     library = library_of(name)
     if named is not None and library is None:
@@ -82,13 +83,13 @@ def build_and_load(
 def fetch_weights(name: str, weights: str | None, *, progress: bool = False) -> None:
     """Download what ``--model`` and ``--weights`` need; errors as `build_and_load`."""
     if library := library_of(name):
-        library.fetch(name, _named(weights), progress=progress)
+        library.fetch(name, _named(name, weights), progress=progress)
 
 
 def is_cached(name: str, weights: str | None) -> bool:
     """Whether `fetch_weights` has nothing to download, as far as is known."""
     library = library_of(name)
-    return library is None or bool(library.is_cached(name, _named(weights)))
+    return library is None or bool(library.is_cached(name, _named(name, weights)))
 
 
 def library_of(name: str) -> ModuleType | None:
@@ -99,8 +100,17 @@ def library_of(name: str) -> ModuleType | None:
     return None if name == "convnet" or is_reference(name) else torchvision
 
 
-def _named(weights: str | None) -> str | None:
-    return None if weights is None or is_file_name(weights) else weights
+def _named(name: str, weights: str | None) -> str | None:
+    """Return weights that are no file; a known name is none, if a file has it, too."""
+    if weights is None or is_file_name(weights):
+        return None
+    if not Path(weights).exists():
+        return weights
+    library = library_of(name)
+    with contextlib.suppress(UsageError):  # the library does not know it
+        if library is not None and library.is_cached(name, weights) is not None:
+            return weights
+    return None
 
 
 class ConvNet(nn.Module):

@@ -81,8 +81,7 @@ def _fit_head(
 
 
 def _load(name: str, weights: str | None) -> nn.Module:
-    if weights not in (None, "default"):
-        raise unknown_weights(name, weights, ["default"])
+    _check_weights(name, weights)
     repository, entry = _parse(name)
     # A clone in torch's cache as a folder: else torch.hub asks GitHub for the branch.
     folder = _clone_of(repository)
@@ -119,6 +118,11 @@ def _load(name: str, weights: str | None) -> nn.Module:
     return check_is_module(name, model)
 
 
+def _check_weights(name: str, weights: str | None) -> None:
+    if weights not in (None, "default"):
+        raise unknown_weights(name, weights, ["default"])
+
+
 def _parse(name: str) -> tuple[str, str]:
     repository, _, entry = name.removeprefix(PREFIX).rpartition(":")
     if not repository or not entry:
@@ -151,4 +155,5 @@ def fetch(name: str, weights: str | None, *, progress: bool = False) -> None:  #
 
 def is_cached(name: str, weights: str | None) -> bool:
     """Whether nothing need be downloaded; only the entry's code knows its weights."""
+    _check_weights(name, weights)
     return _clone_of(_parse(name)[0]) is not None and weights is None

@@ -46,6 +46,8 @@ IN_FOLDER = (
 )
 """What is read of a folder, the first that is there: Transformers', timm's."""
 
+LFS_POINTER = b"version https://git-lfs"
+
 DCP_METADATA = ".metadata"  # of torch.distributed.checkpoint, a pickle
 
 # What training scripts save beside the weights: timm's, torchvision's, Lightning's.
@@ -87,9 +89,8 @@ State = dict[str, Any]
 
 
 def is_file_name(weights: str) -> bool:
-    """Whether ``--weights`` names a file, and not weights that a library knows."""
-    path = Path(weights)
-    return path.suffix in SUFFIXES or "/" in weights or path.exists()
+    """Whether ``--weights`` can only name a file, not weights that a library knows."""
+    return Path(weights).suffix in SUFFIXES or "/" in weights
 
 
 class Ignored:
@@ -186,6 +187,12 @@ def _read_file(path: Path) -> Any:
                 f"--weights {path} is a TorchScript program; {EXPECTED}, with "
                 f"model = torch.jit.load({str(path)!r})"
             ) from None
+        with path.open("rb") as file:
+            if file.read(len(LFS_POINTER)) == LFS_POINTER:
+                raise DataError(
+                    f"--weights {path} is a pointer of Git LFS, not the file itself; "
+                    "expected: git lfs pull"
+                ) from None
         # In torch 2.15: "Unsupported global: GLOBAL posix.system was not ...".
         code = re.search(r"GLOBAL (\S+)", str(error))
         reason = str(error).partition("\n")[0].partition(". ")[0]
@@ -296,19 +303,35 @@ def _dcp_metadata(path: Path) -> Any:
 
 
 def _find_state(content: object, path: Path) -> tuple[State, str]:
-    kind = type(content).__name__
+    if found := _search(content):
+        return found
+    while isinstance(content, Mapping) and (inner := _under_known_keys(content)):
+        content = inner[0][1]  # as deep as there are names to show
+    kind, wants = type(content).__name__, EXPECTED
     if isinstance(content, Mapping):
-        by_key = {str(key).lower(): value for key, value in content.items()}
-        for key in STATE_KEYS:
-            if isinstance(by_key.get(key), Mapping):
-                # Once more: torch.distributed.checkpoint's users save app/model.
-                state, average = _find_state(by_key[key], path)
-                return state, key if key in AVERAGES else average
-        state = {str(key): value for key, value in content.items()}
-        if any(isinstance(value, Tensor | StoredWeight) for value in state.values()):
-            return state, ""
-        kind += f" with {', '.join(list(state)[:10]) or 'nothing'}"
+        kind += f" with {', '.join(list(map(str, content))[:10]) or 'nothing'}"
+        if any(isinstance(value, Ignored) for value in content.values()):
+            kind += ", whose values are NumPy arrays or other objects"
+            wants = "expected tensors: torch.from_numpy(array) for each"
     raise DataError(
-        f"--weights {path} holds no weights: found a {kind}; {EXPECTED}, or it under "
+        f"--weights {path} holds no weights: found a {kind}; {wants}, or it under "
         f"one of the keys {', '.join(STATE_KEYS)}"
     )
+
+
+def _search(content: object) -> tuple[State, str] | None:
+    if not isinstance(content, Mapping):
+        return None
+    for key, inner in _under_known_keys(content):
+        # Once more: torch.distributed.checkpoint's users save app/model.
+        if found := _search(inner):
+            return found[0], key if key in AVERAGES else found[1]
+    state = {str(key): value for key, value in content.items()}
+    is_state = any(isinstance(it, Tensor | StoredWeight) for it in state.values())
+    return (state, "") if is_state else None
+
+
+def _under_known_keys(content: Mapping[Any, Any]) -> list[tuple[str, Any]]:
+    by_key = {str(key).lower(): value for key, value in content.items()}
+    known = [(key, by_key.get(key)) for key in STATE_KEYS]
+    return [(key, value) for key, value in known if isinstance(value, Mapping)]

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import importlib
+import logging
 import re
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +20,12 @@ from mpitrain.models.layers import adapt_filters, first_conv, head_of
 from mpitrain.models.weight_files import State, StoredWeight, read_state
 from mpitrain.torch_compat import local_shard
 
+logger = logging.getLogger("mpitrain")
+
+# That torch.compile, FSDP1 and activation checkpoints put into the names.
+INNER_WRAPPERS = (
+    *("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module."),
+)
 WRAPPERS = ("module.", "model.", "backbone.")  # that programs put before the names
 
 
@@ -141,12 +151,16 @@ def load_state(model: nn.Module, state: State, source: str) -> str:
             "classes and the channels of the images may differ."
         )
     loaded = {name: value for name, value in fitting.items() if name in target}
+    broken = ""
     for name, value in loaded.items():
         if isinstance(target[name], Tensor):
-            _fill(target[name], value)
+            has_nan = _fill(target[name], value)
+            broken = broken or (name if has_nan else "")
         else:
             target[name] = value
     model.load_state_dict(target)  # what is not filled yet, such as copies
+    if broken:
+        logger.warning("weights from %s: %s has NaN; expected numbers", source, broken)
     words = [f"{len(loaded)} tensors", *changes.values()]
     if prefix:
         words.append(f"those whose names begin with {prefix}")
@@ -158,14 +172,21 @@ def load_state(model: nn.Module, state: State, source: str) -> str:
 
 
 @torch.no_grad()
-def _fill(target: Tensor, value: Tensor | StoredWeight) -> None:
-    """Copy a weight into a tensor of its shape; of a sharded one, into the shard."""
+def _fill(target: Tensor, value: Tensor | StoredWeight) -> bool:
+    """Copy a weight into a tensor of its shape; of a sharded one, into the shard.
+
+    Returns whether the copy has a NaN.
+    """
     source = _read(value)
     if (found := local_shard(target)) is not None:
         target, shard = found
         for dim, size in enumerate(shard.sizes):
             source = source.narrow(dim, shard.offsets[dim], size)
     target.copy_(source)
+    if target.is_floating_point() and target.itemsize == 1:
+        return False  # types of 8 bits do not compute
+    # First by a sum, which takes no memory; that of two infinities is a NaN, too.
+    return bool(target.sum().isnan()) and bool(target.isnan().any())
 
 
 def _read(value: Tensor | StoredWeight) -> Tensor:
@@ -179,7 +200,8 @@ def _without_wrappers(state: State, known: Iterable[str]) -> tuple[State, str]:
     ``encoder_q.``, which is returned if it was taken off.
     """
     first, known = next(iter(known), ""), set(known)
-    plain = {k.replace("_orig_mod.", ""): v for k, v in state.items()}
+    inner = re.compile("|".join(map(re.escape, INNER_WRAPPERS)))
+    plain = {inner.sub("", name): value for name, value in state.items()}
     spellings = [("", plain)]
     for _, spelling in spellings:  # grows: one wrapper may be inside another
         found = [w for w in WRAPPERS if any(name.startswith(w) for name in spelling)]
@@ -194,7 +216,12 @@ def _without_wrappers(state: State, known: Iterable[str]) -> tuple[State, str]:
 
 
 def _without(state: State, prefix: str) -> State:
-    return {name.removeprefix(prefix): value for name, value in state.items()}
+    begin = (name for name in state if name.startswith(prefix))
+    found = {name.removeprefix(prefix): state[name] for name in begin}
+    for name, value in state.items():
+        if not name.startswith(prefix):  # of two of one name it is the one not used
+            found[f"(without {prefix}) {name}" if name in found else name] = value
+    return found
 
 
 def _translate(model: nn.Module, state: State, target: State, source: str) -> State:
@@ -204,9 +231,14 @@ def _translate(model: nn.Module, state: State, target: State, source: str) -> St
         for name, it in target.items()
     ):
         return state  # as they are, and not yet read
-    kind, module = type(model).__name__, type(model).__module__
+    # fully_shard puts a class of its own before the model's.
+    kinds = [it for it in type(model).__mro__ if not it.__name__.startswith("FSDP")]
+    kind, module = kinds[0].__name__, kinds[0].__module__
     library = module.partition(".")[0]
     try:
+        if any(it.__name__ == "PreTrainedModel" for it in kinds):
+            library = "transformers"
+            return _of_transformers(kinds[0], model, state, target)
         if library == "timm":
             convert = getattr(sys.modules[module], "checkpoint_filter_fn", None)
             return dict(convert(_whole(state), model)) if convert else state
@@ -224,6 +256,41 @@ def _translate(model: nn.Module, state: State, target: State, source: str) -> St
             f"not fit them ({type(error).__name__}: {error})"
         ) from error
     return state
+
+
+def _of_transformers(kind: Any, model: Any, state: State, target: State) -> State:
+    """Let `from_pretrained` rename and join weights, where their names are unknown."""
+    parts = {_part(name) for name in target}
+    unknown = [n for n in state if n not in target and _part(n) in parts]
+    if not unknown or target.keys() <= state.keys():
+        return state
+    logs: Any = sys.modules["transformers.utils.logging"]
+    verbosity, has_bar = logs.get_verbosity(), logs.is_progress_bar_enabled()
+    logs.set_verbosity_error()
+    logs.disable_progress_bar()
+    whole = _whole(state)
+    dtypes = [it.dtype for it in whole.values() if it.is_floating_point()]
+    try:
+        with torch.random.fork_rng(devices=[]):  # it draws what is missing
+            built, info = kind.from_pretrained(
+                None,
+                config=copy.deepcopy(model.config),
+                state_dict=whole,
+                dtype=functools.reduce(torch.promote_types, dtypes),
+                ignore_mismatched_sizes=True,
+                output_loading_info=True,
+            )
+    finally:
+        logs.set_verbosity(verbosity)
+        if has_bar:
+            logs.enable_progress_bar()
+    others = {
+        it[0]: torch.empty(it[1], device="meta") for it in info["mismatched_keys"]
+    }
+    others |= dict.fromkeys(info["unexpected_keys"])
+    drawn = {*info["missing_keys"], *others}
+    found = {n: it for n, it in built.state_dict().items() if n not in drawn}
+    return found | {name: state.get(name, it) for name, it in others.items()}
 
 
 def _whole(state: State) -> State:
