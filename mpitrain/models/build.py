@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from mpitrain.errors import UsageError
 from mpitrain.models import hub, timm, torchvision
-from mpitrain.models.layers import Sizes, check_is_module
+from mpitrain.models.layers import Sizes, check_is_module, try_one_image
 from mpitrain.models.weight_files import is_file_name, read_state
 from mpitrain.models.weights import load_state, unknown_weights
 from mpitrain.plugins import call_with_known, is_reference, load_reference
@@ -78,6 +78,23 @@ def build_and_load(
     changes = load_state(model, state, str(file))
     averaged = f", averages ({average})" if average else ""
     return model, f"weights from {file}{averaged}: {changes}"
+
+
+def check_takes(name: str, model: nn.Module, shape: tuple[int, ...]) -> None:
+    """Refuse images `(C, H, W)` that are not square, if a named model takes none."""
+    if name != "convnet" and library_of(name) is None:
+        return  # a user-defined model takes what it takes
+    channels, height, width = shape
+    if height == width:
+        return
+    try:
+        try_one_image(model, Sizes(0, channels, width), height)
+    except Exception as error:  # what any model may raise
+        reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        raise UsageError(
+            f"--model {name} takes no images of {height}x{width} pixels, height by "
+            f"width ({reason}); expected square ones: --image-size {width}"
+        ).on_all_ranks() from error
 
 
 def fetch_weights(name: str, weights: str | None, *, progress: bool = False) -> None:

@@ -98,12 +98,14 @@ def fit_first_conv(
     return f"{name} from {old.in_channels} channels to {in_channels}"
 
 
-def try_one_image(model: nn.Module, sizes: Sizes) -> object:
+def try_one_image(model: nn.Module, sizes: Sizes, height: int | None = None) -> object:
     """Run one image through a model in evaluation mode; raise what the model raises.
 
-    The run computes shapes only (torch's device ``meta``) if the model allows that.
+    ``height``: in pixels, of images that are not square. The run computes shapes only
+    (torch's device ``meta``) if the model allows that.
     """
-    shape = (1, sizes.in_channels, sizes.image_size, sizes.image_size)
+    size = sizes.image_size
+    shape = (1, sizes.in_channels, height or size, size)
     training = model.training
     model.eval()
     try:

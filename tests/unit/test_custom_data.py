@@ -330,3 +330,32 @@ def test_whether_custom_bytes_are_normalized_is_left_to_the_trainer(
     config = DataConfig(data=f"{__name__}:of_bytes", **asked)
     data = load_data(config, seed=1, world=LONE, ranks=lone_communicator())
     assert data.statistics is None
+
+
+class ChannelsLast(LeftOf):
+    """As Pillow and OpenCV have images."""
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        return torch.zeros(16, 12, 3, dtype=torch.uint8), index % 2
+
+
+class FourWide(LeftOf):
+    """Images of 8 channels, 4 pixels wide."""
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        return torch.zeros(8, 4, 4, dtype=torch.uint8), index % 2
+
+
+def channels_last() -> tuple[Any, Any]:
+    return ChannelsLast(), ChannelsLast()
+
+
+def four_wide() -> tuple[Any, Any]:
+    return FourWide(), FourWide()
+
+
+def test_images_with_the_channels_last_are_refused() -> None:
+    words = r"found \(16, 12, 3\); expected \(C, H, W\): image.permute\(2, 0, 1\)"
+    with pytest.raises(DataError, match=words):
+        load("channels_last")
+    assert load("four_wide").in_channels == 8

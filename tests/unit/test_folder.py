@@ -84,6 +84,13 @@ def test_only_the_listed_parts_are_read(pets: Path) -> None:
     ]
 
 
+def test_a_test_set_may_have_some_of_the_classes(pets: Path) -> None:
+    shutil.rmtree(pets / "test" / "cat")
+    reader = build_readers(folder.FolderReader, pets, folder.scan(pets), 8)["test"]
+    assert [reader.read(i, None)[1] for i in range(len(reader))] == [1]
+    assert reader.path(0) == pets / "test" / "dog" / "w.png"
+
+
 def test_hidden_files_are_ignored(pets: Path) -> None:
     before = folder.scan(pets).digest()
     write(pets / "train" / "dog" / "._b.jpg")
@@ -175,6 +182,20 @@ def no_classes(data_dir: Path) -> None:
     write(data_dir / "val" / "0001.JPEG")
 
 
+def unlabelled(data_dir: Path) -> None:
+    shutil.rmtree(data_dir / "test")
+    write(data_dir / "test" / "1.jpg")
+
+
+def empty_test(data_dir: Path) -> None:
+    shutil.rmtree(data_dir / "test")
+    (data_dir / "test").mkdir()
+
+
+def link_to_itself(data_dir: Path) -> None:
+    (data_dir / "train" / "loop").symlink_to("loop")
+
+
 def unknown_class(data_dir: Path) -> None:
     write(data_dir / "val" / "cow" / "v.png")
 
@@ -189,7 +210,10 @@ def unknown_class(data_dir: Path) -> None:
         (no_images, "train/cat: no images.*.npy"),
         (class_of_train_alone, "val: no class 'ant'"),
         (lambda d: shutil.rmtree(d / "val" / "cat"), "val: no class 'cat'"),
-        (lambda d: shutil.rmtree(d / "test" / "dog"), "test: no class 'dog'"),
+        (lambda d: write(d / "test" / "cow" / "a.png"), "test: unknown class 'cow'"),
+        (unlabelled, "test: no folders of classes, found '1.jpg'.*optional: rename it"),
+        (empty_test, "test: no folders of classes, found nothing.*optional: rename"),
+        (link_to_itself, "train/loop: cannot be listed, Too many levels"),
         (unknown_class, "val: unknown class 'cow'"),
         (lambda d: (d / "val" / "cat" / "v.png").unlink(), "val/cat: no images.*empty"),
     ],

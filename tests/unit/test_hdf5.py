@@ -273,6 +273,16 @@ def classes(names: Any) -> Callable[[Path], None]:
     return harm
 
 
+def left_open(path: Path) -> None:
+    code = (
+        "import h5py, os, sys\n"
+        "file = h5py.File(sys.argv[1], 'w', libver='latest')\n"
+        "file.flush(); os._exit(0)"
+    )
+    path.unlink()
+    subprocess.run([sys.executable, "-c", code, path], check=True)
+
+
 def flat(path: Path) -> None:
     with h5py.File(path, "w") as file:
         file["images"], file["labels"] = greys(6, 8, 8), LABELS["train"]
@@ -304,6 +314,9 @@ def external(kind: str) -> Callable[[Path], None]:
                 file["train"].create_virtual_dataset("images", layout)
 
     return harm
+
+
+VARIABLE = h5py.string_dtype()
 
 
 def bits(count: int, dtype: Any = int) -> np.ndarray:
@@ -344,6 +357,13 @@ def bits(count: int, dtype: Any = int) -> np.ndarray:
         (classes(["a", "b", "c", "d"]), "train/labels: found 3 .* 0 to 3 "),
         (classes("a b c"), "classes: .*'a b c'.*list"),
         (classes([1, 2, 3]), "classes: .*list"),
+        (classes(["a", "b", "a"]), "train/labels: found the class 'a' twice"),
+        (classes(np.array([b"a", b"b", b"\xe9"])), "classes: .*expected .* UTF-8"),
+        (
+            classes(np.array([b"a", b"b", b"\xe9"], VARIABLE)),
+            "classes: .*expected .* UTF-8",
+        ),
+        (left_open, "h5: cannot be read as HDF5.* no program .*: h5clear -s .*set.h5"),
         (external("link"), "/train: no dataset 'images' in this file itself"),
         (external("soft"), "/train: no dataset 'images' in this file itself"),
         (external("raw"), "/train: no dataset 'images' in this file itself"),

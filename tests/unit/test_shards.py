@@ -305,9 +305,15 @@ PICTURE = ("x.jpg", picture(1, "JPEG"))
             "not a tar file, trunc",
         ),
         (truncated(lambda t: t.getmembers()[4].offset + 100), "not a tar file, trunc"),
-        (truncated(lambda t: t.getmembers()[4].offset), r"no end mark at byte \d+"),
+        (
+            truncated(lambda t: t.getmembers()[4].offset),
+            r"not a tar file.*no end mark at byte \d+",
+        ),
         (truncated(lambda t: t.getmembers()[5].offset_data), "not a tar file, trunc"),
-        (overwritten(lambda t: t.getmembers()[5].offset), r"no end mark at byte \d+"),
+        (
+            overwritten(lambda t: t.getmembers()[5].offset),
+            r"not a tar file.*no end mark at byte \d+",
+        ),
         (negative, "000.tar: not a tar file.*bytes"),
         (huge, r"000.tar: 'k5.jpg' at byte 0 has 10737418240 bytes and type"),
         (fifo, "000.tar: not a regular file"),
@@ -341,8 +347,9 @@ def test_what_is_no_set_of_shards_is_refused(
     greys: Path, harm: Callable[[Path], object], message: str
 ) -> None:
     harm(greys)
-    with pytest.raises(DataError, match=f"(?s){message}"):
+    with pytest.raises(DataError, match=f"(?s){message}") as caught:
         shards.scan(greys)
+    assert ("not a tar file" in str(caught.value)) == ("not a tar file" in message)
 
 
 @pytest.mark.parametrize(
@@ -350,14 +357,21 @@ def test_what_is_no_set_of_shards_is_refused(
     [
         ("a\nb\n", "train: found 3 .* 0 to 1 "),
         ("a\nb\nc\nd", "train: found 3 .* 0 to 3 "),
+        ("a\nb\na", "train: found the class 'a' twice"),
+        ("a\nb\n\udce9", r"classes\.txt: byte 4 is not UTF-8.* iconv"),
     ],
 )
 def test_names_of_classes_must_fit_the_labels(
     greys: Path, text: str, message: str
 ) -> None:
-    (greys / "classes.txt").write_text(text)
+    (greys / "classes.txt").write_bytes(os.fsencode(text))
     with pytest.raises(DataError, match=message):
         shards.scan(greys)
+
+
+def test_names_of_classes_may_be_written_on_windows(greys: Path) -> None:
+    (greys / "classes.txt").write_bytes(b"\xef\xbb\xbfa\r\nb\r\nd\xc3\xb6s\r\n")
+    assert shards.scan(greys).classes == ("a", "b", "dös")
 
 
 @pytest.mark.parametrize("form", [tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])

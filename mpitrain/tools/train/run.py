@@ -12,7 +12,7 @@ from mpitrain.checkpoint.preemption import PreemptionHandler
 from mpitrain.config import TrainConfig
 from mpitrain.errors import Stopped, UsageError
 from mpitrain.launch.job import heartbeat
-from mpitrain.models.build import build_and_load, fetch_weights, is_cached
+from mpitrain.models.build import build_and_load, check_takes, fetch_weights, is_cached
 from mpitrain.mpi.shared_arrays import Communicator, communicator
 from mpitrain.mpi.world import World
 from mpitrain.plugins import is_reference
@@ -159,7 +159,7 @@ def _build(
     # One answer for all: what follows is collective.
     if not all(ranks.allgather(is_cached(name, weights))):
         ranks.once_per_node(lambda: fetch_weights(name, weights), f"download {name}")
-    return build_and_load(
+    model, loaded = build_and_load(
         name,
         num_classes=data.num_classes,
         in_channels=data.in_channels,
@@ -167,3 +167,7 @@ def _build(
         seed=config.seed,
         weights=weights,
     )
+    shape = tuple(getattr(data.train.example().inputs, "shape", ()))[1:]
+    if len(shape) == 3 and config.image_size is None:
+        check_takes(name, model, shape)
+    return model, loaded

@@ -63,14 +63,15 @@ def scan(data_dir: Path) -> FileIndex:
             continue
         found = _classes(folder)
         classes = classes or found
-        if found != classes:
+        # A test set may have some of the classes.
+        if found != classes and (part != "test" or not set(found) <= set(classes)):
             odd = sorted(set(found) ^ set(classes))[0]
             what = "unknown" if odd in found else "no"
             raise DataError(
                 f"{folder}: {what} class {odd!r}. Expected a folder for each of the "
                 f"{len(classes)} classes of {data_dir}/train, and no other"
             )
-        images = [images_below(folder / name) for name in classes]
+        images = [images_below(folder / it) if it in found else [] for it in classes]
         start = len(os.fspath(folder)) + 1
         names = [os.fsencode(path[start:]) for paths in images for path in paths]
         arrays |= {
@@ -117,15 +118,22 @@ def _classes(folder: Path) -> list[str]:
     try:
         with os.scandir(folder) as entries:
             visible = [entry for entry in entries if not entry.name.startswith(".")]
+        # Of a link to itself the kind cannot be told.
+        classes = sorted(entry.name for entry in visible if entry.is_dir())
     except OSError as error:
         raise DataError(
-            f"{folder}: cannot be listed, {error.strerror}. Expected {LAYOUT} in "
-            "--data-dir FOLDER"
+            f"{error.filename or folder}: cannot be listed, {error.strerror}. Expected "
+            f"{LAYOUT} in --data-dir FOLDER"
         ) from None
-    classes = sorted(entry.name for entry in visible if entry.is_dir())
     if not classes:
         found = repr(visible[0].name) if visible else "nothing"
+        expected = (
+            "test/CLASS/NAME.jpg, or no folder test, which is optional: rename it, "
+            "such as to unlabeled"
+            if folder.name == "test"
+            else LAYOUT
+        )
         raise DataError(
-            f"{folder}: no folders of classes, found {found}. Expected {LAYOUT}"
+            f"{folder}: no folders of classes, found {found}. Expected {expected}"
         )
     return classes

@@ -86,8 +86,12 @@ def scan(data_dir: Path) -> FileIndex:
         with _h5py().File(path, "r", locking=False) as file:
             return _build_index(path, file)
     except OSError as error:
+        # HDF5 marks a file that is open for writing, until it is closed.
+        is_open = "h5clear" in str(error)
+        cure = f"no program writes it any more: h5clear -s {path}"
         raise DataError(
-            f"{path}: cannot be read as HDF5, {error}. If it is truncated, copy it anew"
+            f"{path}: cannot be read as HDF5, {error}. If "
+            f"{cure if is_open else 'it is truncated, copy it anew'}"
         ) from error
 
 
@@ -191,8 +195,18 @@ def _class_names(path: Path, *places: Any) -> tuple[str, ...] | None:
         if "classes" in attributes:
             found = np.asarray(attributes["classes"])
             if found.ndim == 1 and found.dtype.kind in "OSU":
-                names = found.tolist()
-                return tuple(n.decode() if isinstance(n, bytes) else n for n in names)
+                try:
+                    names = [
+                        name.decode() if isinstance(name, bytes) else str(name)
+                        for name in found.tolist()
+                    ]
+                    "".join(names).encode()  # h5py reads other bytes as surrogates
+                except UnicodeError:
+                    raise DataError(
+                        f"{path}, attribute classes: {found!r:.100}, expected names "
+                        "in UTF-8"
+                    ) from None
+                return tuple(names)
             raise DataError(
                 f"{path}, attribute classes: {found!r:.100}, expected a list of strings"
             )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import hashlib
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -94,6 +95,10 @@ def name_classes(
     labels: Array, names: Sequence[str] | None, where: str
 ) -> tuple[str, ...]:
     """Return the name of each class; without `names` the labels are the names."""
+    if twice := [name for name, num in Counter(names or ()).items() if num > 1]:
+        raise DataError(
+            f"{where}: found the class {twice[0]!r} twice; expected one name for each"
+        )
     found = np.unique(labels)
     num_classes = len(names) if names else len(found)
     if not np.array_equal(found, np.arange(num_classes)):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import resources
@@ -33,11 +34,14 @@ from mpitrain.tasks.image_classification.datasets.index import (
     build_readers,
 )
 from mpitrain.tasks.image_classification.transforms import (
+    NUM_DIMENSIONS,
     SCALED,
     Statistics,
     imagenet_statistics,
     mean_and_std,
 )
+
+logger = logging.getLogger("mpitrain")
 
 FORMATS: Mapping[str, tuple[Callable[[Path], FileIndex], type[ImageReader]]] = {
     "folder": (folder.scan, folder.FolderReader),
@@ -45,6 +49,8 @@ FORMATS: Mapping[str, tuple[Callable[[Path], FileIndex], type[ImageReader]]] = {
     "shards": (shards.scan, shards.ShardReader),
 }
 """Sets that are read sample by sample: how they are scanned, and read."""
+
+_FOLDERS_OF_CLASSES = ": folders train/CLASS, not train/images/CLASS"
 
 DEFAULT_IMAGE_SIZE = 224
 GRID = 4  # rows and columns of coloured fields in an image
@@ -201,6 +207,12 @@ def _load_indexed(
     classes, facts = ranks.on_rank_zero(
         lambda: (scanned[0].classes, scanned[0].facts), "share the classes"
     )
+    if len(classes) == 1 and world.is_rank_zero:
+        is_folder = config.data == "folder"
+        logger.warning(
+            "%s has one class, %r, and so nothing to learn; expected several%s",
+            *(data_dir, classes[0], _FOLDERS_OF_CLASSES if is_folder else ""),
+        )
     index = FileIndex(arrays=arrays, classes=classes, facts=facts)
     # One rank of each other node scans for itself: its files may be others.
     ranks.check_same_on_nodes(
@@ -276,6 +288,17 @@ def _load_custom(
             f"an input of --data {config.data} is {type(inputs).__name__!r}; expected "
             "a tensor, (C, H, W) for images (torchvision: transform=ToTensor()). Other "
             "inputs can be trained on with mpitrain.Trainer in a script"
+        )
+    channels = inputs.shape[-1]
+    if (
+        inputs.dtype == torch.uint8
+        and inputs.ndim == NUM_DIMENSIONS
+        and channels in (1, 3, 4)
+        and channels < min(inputs.shape[1:3])
+    ):
+        raise DataError(
+            f"an image of --data {config.data}: found {tuple(inputs.shape[1:])}; "
+            "expected (C, H, W): image.permute(2, 0, 1)"
         )
     return Data(
         train=samples[0],

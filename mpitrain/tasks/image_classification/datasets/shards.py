@@ -102,7 +102,14 @@ def scan(data_dir: Path) -> FileIndex:
     classes_file = data_dir / "classes.txt"
     names: tuple[str, ...] | None = None
     if classes_file.is_file():
-        names = tuple(classes_file.read_text(encoding="utf-8").rstrip().splitlines())
+        try:  # Windows' editors put a mark before the first name
+            text = classes_file.read_text(encoding="utf-8-sig")
+        except UnicodeDecodeError as error:
+            raise DataError(
+                f"{classes_file}: byte {error.start} is not UTF-8; expected the names "
+                "in UTF-8: iconv -f latin1 -t utf-8"
+            ) from None
+        names = tuple(text.rstrip().splitlines())
     arrays: dict[str, Array] = {}
     facts: dict[str, Any] = {"channels": 3, "size": None}
     for part, shards in _find_shards(data_dir).items():
@@ -183,6 +190,8 @@ def _samples_of(path: Path) -> Iterator[tuple[int, int, int]]:
                 seen.add(key)
                 yield _sample(file, f"{path}: sample {key!r}", members)
     except (tarfile.TarError, ValueError, IndexError, OSError) as error:
+        if isinstance(error, DataError):  # of a sample; it is a ValueError
+            raise
         raise DataError(
             f"{path}: not a tar file, truncated or broken ({error}), or compressed. "
             "Expected plain tar (gunzip, unxz, unzstd), where each sample can be read "
