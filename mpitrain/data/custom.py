@@ -32,7 +32,8 @@ Samples = InMemory | MapStyle | IterableStyle
 ``num_samples`` is ``None`` if only reading to the end tells; `may_skip`: a batch may
 hold fewer samples than requested; `is_deterministic`: a sample is the same in every
 epoch. `order` is equal on all ranks; `batches` yields those of a rank, maybe empty.
-`classes` are the names of labels, empty if there are none.
+`classes` are the names of labels, empty if there are none; `is_in_memory`: no worker
+reads them.
 """
 
 

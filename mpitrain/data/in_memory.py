@@ -17,6 +17,7 @@ CACHE_BYTES = 1 << 20  # of samples as the model sees them, that are transformed
 class InMemory:
     """Inputs and targets `(N, ...)`, in host memory or on the device."""
 
+    is_in_memory = True
     may_skip = False
     is_deterministic = True
     classes: tuple[str, ...] = ()  # names by label, if they are known

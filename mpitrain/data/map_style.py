@@ -54,6 +54,7 @@ Key = tuple[int, int]
 class CollatedSamples(abc.ABC):
     """Samples that are read one by one and joined by a `Collate`."""
 
+    is_in_memory = False
     classes: tuple[str, ...] = ()  # names by label, if they are known
 
     def __init__(self, collate: Collate) -> None:

@@ -53,10 +53,16 @@ class HealthCheck(Callback):
         waited = sum(it.data_seconds for it in self._window) / seconds
         if waited > DATA_FRACTION and not self._is_starved:
             self._is_starved = True
+            workers = trainer.config.num_workers
+            now = "the default" if workers is None else workers
             logger.warning(
-                "data loading takes %.0f %% of a step: see what --num-workers auto "
-                "finds (now %s), or use a format that is read faster, such as shards",
-                *(100 * waited, trainer.config.num_workers or "the default"),
+                "data loading takes %.0f %% of a step: %s",
+                100 * waited,
+                "the samples are in memory, and it gathers and transforms them; images "
+                "that are stored at --image-size need no resize"
+                if trainer.engine.data.train_loader.samples.is_in_memory
+                else f"see what --num-workers auto finds (now {now}), or use a format "
+                "that is read faster, such as shards",
             )
 
     def _check_ranks(self, trainer: Trainer, seconds: float) -> None:

@@ -54,14 +54,27 @@ def said() -> Iterator[list[str]]:
     logging.getLogger("mpitrain").removeHandler(ear)
 
 
-TRAINER: Any = SimpleNamespace(
-    engine=SimpleNamespace(world=WORLD), config=SimpleNamespace(num_workers="2")
-)
+def trainer(*, num_workers: Any = "2", is_in_memory: bool = False) -> Any:
+    loader = SimpleNamespace(samples=SimpleNamespace(is_in_memory=is_in_memory))
+    data = SimpleNamespace(train_loader=loader)
+    return SimpleNamespace(
+        engine=SimpleNamespace(world=WORLD, data=data),
+        config=SimpleNamespace(num_workers=num_workers),
+    )
 
 
-def told(health: HealthCheck, fair: Throughput, num: int = 30, **changes: Any) -> None:
+TRAINER = trainer()
+
+
+def told(
+    health: HealthCheck,
+    fair: Throughput,
+    num: int = 30,
+    of: Any = TRAINER,
+    **changes: Any,
+) -> None:
     for _ in range(num):
-        health.on_throughput(TRAINER, dataclasses.replace(fair, **changes))
+        health.on_throughput(of, dataclasses.replace(fair, **changes))
 
 
 def test_a_fair_training_hears_nothing(said: list[str]) -> None:
@@ -75,6 +88,24 @@ def test_ranks_that_wait_for_samples_are_told_the_flag(said: list[str]) -> None:
     (words,) = said
     assert "35 %" in words
     assert "--num-workers auto finds (now 2)" in words
+
+
+@pytest.mark.parametrize(("found", "words"), [(0, "0"), (None, "the default")])
+def test_no_workers_are_not_the_default(
+    found: int | None, words: str, said: list[str]
+) -> None:
+    of = trainer(num_workers=found)
+    told(HealthCheck("runs/a"), FAIR, of=of, data_seconds=0.7)
+    assert f"(now {words})" in said[0]
+
+
+def test_more_workers_do_not_help_samples_in_memory(said: list[str]) -> None:
+    of = trainer(is_in_memory=True)
+    told(HealthCheck("runs/a"), FAIR, of=of, data_seconds=0.7)
+    (words,) = said
+    assert "35 % of a step: the samples are in memory" in words
+    assert "num-workers" not in words
+    assert "shards" not in words
 
 
 def test_the_first_samples_may_take_long(said: list[str]) -> None:
