@@ -93,11 +93,11 @@ def load_state(model: nn.Module, state: State, source: str) -> str:
             "callback's `setup`, or a model on the cpu"
         )
     state, prefix = _without_wrappers(state, target)
-    state = _translate(model, state, target, source)
     try:
         head = head_of(model)[0] + "."
     except DataError:
         head = "(no head)"
+    state = _translate(model, state, target, source, head)
     conv = first_conv(model)
     first = f"{conv[0]}.weight" if conv and conv[1].groups == 1 else "(no filters)"
     fitting: State = {}
@@ -224,7 +224,9 @@ def _without(state: State, prefix: str) -> State:
     return found
 
 
-def _translate(model: nn.Module, state: State, target: State, source: str) -> State:
+def _translate(
+    model: nn.Module, state: State, target: State, source: str, head: str
+) -> State:
     """Let the model's library convert older names and other image sizes."""
     if target.keys() == state.keys() and all(
         getattr(state[name], "shape", ()) == getattr(it, "shape", ())
@@ -238,7 +240,10 @@ def _translate(model: nn.Module, state: State, target: State, source: str) -> St
     try:
         if any(it.__name__ == "PreTrainedModel" for it in kinds):
             library = "transformers"
-            return _of_transformers(kinds[0], model, state, target)
+            of_rest = [name for name in target if not name.startswith(head)]
+            if target.keys() >= state.keys() or all(it in state for it in of_rest):
+                return state
+            return _of_transformers(kinds[0], model, state)
         if library == "timm":
             convert = getattr(sys.modules[module], "checkpoint_filter_fn", None)
             return dict(convert(_whole(state), model)) if convert else state
@@ -258,12 +263,8 @@ def _translate(model: nn.Module, state: State, target: State, source: str) -> St
     return state
 
 
-def _of_transformers(kind: Any, model: Any, state: State, target: State) -> State:
-    """Let `from_pretrained` rename and join weights, where their names are unknown."""
-    parts = {_part(name) for name in target}
-    unknown = [n for n in state if n not in target and _part(n) in parts]
-    if not unknown or target.keys() <= state.keys():
-        return state
+def _of_transformers(kind: Any, model: Any, state: State) -> State:
+    """Let `from_pretrained` rename and join weights as `save_pretrained` has them."""
     logs: Any = sys.modules["transformers.utils.logging"]
     verbosity, has_bar = logs.get_verbosity(), logs.is_progress_bar_enabled()
     logs.set_verbosity_error()

@@ -31,11 +31,13 @@ KINDS: dict[str, dict[str, Any]] = {
     "LlamaForCausalLM": TEXT | {"tie_word_embeddings": True},
     "ViTForImageClassification": IMAGES | {"intermediate_size": 16},
     "Dinov2ForImageClassification": IMAGES,
+    "ViTModel": IMAGES | {"intermediate_size": 16},
 }
 
 
 def build(kind: str, seed: int, **others: Any) -> nn.Module:
-    config = getattr(transformers, f"{kind.partition('For')[0]}Config")
+    family = kind.partition("For")[0].removesuffix("Model")
+    config = getattr(transformers, f"{family}Config")
     torch.manual_seed(seed)
     model: nn.Module = getattr(transformers, kind)(config(**KINDS[kind] | others))
     return model
