@@ -17,7 +17,14 @@ from mpitrain._version import __version__
 from mpitrain.console import HELP_FLAGS
 from mpitrain.errors import MpitrainError, UsageError, did_you_mean, usage_errors_in
 from mpitrain.help import help_text
-from mpitrain.settings import Flag, check_values, flag_name, flags_of, setting
+from mpitrain.settings import (
+    Flag,
+    check_values,
+    flag_name,
+    flags_of,
+    setting,
+    wrong_value,
+)
 
 PROGRAM = "python -m mpitrain"
 
@@ -194,15 +201,7 @@ def _read(flag: Flag, word: str) -> Any:
     try:
         return _convert(flag.hint, word)
     except ValueError:
-        expected = re.sub("[{}]", "", flag.values)
-        for old, new in (("INT", "a whole number"), ("FLOAT", "a number")):
-            expected = expected.replace(old, new)
-        *others, last = choices = re.split(r"[|,]", expected)
-        either = f"{', '.join(others)} or {last}" if others else last
-        raise UsageError(
-            f"{flag.name or flag.field}: found {word!r}, expected {either}."
-            f"{did_you_mean(word, choices) if word else ''}"
-        ) from None
+        raise wrong_value(flag.name or flag.field, flag.values, word) from None
 
 
 def _convert(hint: Any, word: str) -> Any:

@@ -14,6 +14,8 @@ import dataclasses
 import inspect
 import itertools
 import math
+import numbers
+import os
 import re
 import textwrap
 from collections.abc import Iterator, Mapping
@@ -22,7 +24,7 @@ from functools import cache
 from types import NoneType
 from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
-from mpitrain.errors import UsageError
+from mpitrain.errors import UsageError, did_you_mean
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,10 +125,14 @@ def flags_of(kind: Any) -> Iterator[Flag]:
 
 
 def check_values(kind: Any, values: Mapping[str, Any]) -> None:
-    """Raise a UsageError for the first value that its field's facts do not allow."""
+    """Raise a UsageError for the first value that its field does not allow."""
+    hints = _hints(kind if isinstance(kind, type) else type(kind))
     for name, facts in facts_of(kind).items():
         value, wrong = values.get(name), ""
         flag, (pattern, expected) = flag_name(facts.flag or name), facts.pattern
+        # A nested group has checked its own.
+        if name in values and not _is_a(hints[name], value):
+            raise wrong_value(flag, facts.metavar or values_of(hints[name]), value)
         if isinstance(value, int | float):
             if not math.isfinite(value):
                 wrong = "be finite"
@@ -140,6 +146,43 @@ def check_values(kind: Any, values: Mapping[str, Any]) -> None:
                 raise UsageError(f"{flag} must {wrong}, found {value!r}")
         if pattern and value is not None and not re.fullmatch(pattern, value, re.ASCII):
             raise UsageError(f"{flag} {value!r}: expected {expected}")
+
+
+def wrong_value(flag: str, values: str, found: Any) -> UsageError:
+    """Return the error of a value that is none of `values`, as `values_of` has them."""
+    expected = re.sub("[{}]", "", values)
+    for kind, text in _TYPES_IN_WORDS.items():
+        expected = expected.replace(kind, text)
+    *others, last = choices = re.split(r"[|,]", expected)
+    either = f"{', '.join(others)} or {last}" if others else last
+    word = found.lower() if isinstance(found, str) else ""
+    meant = did_you_mean(word, choices) if word else ""
+    return UsageError(f"{flag}: found {found!r}, expected {either}.{meant}")
+
+
+_TYPES_IN_WORDS = {
+    "INT": "a whole number",
+    "FLOAT": "a number",
+    "BOOL": "True|False",
+    "TEXT": "a text",
+}
+_hints = cache(get_type_hints)
+
+
+def _is_a(hint: Any, value: Any) -> bool:
+    """Whether a value is one of the choices, or of the type; others are not read."""
+    kinds = get_args(hint)
+    if get_origin(hint) is Literal:
+        return value in kinds
+    if kinds and get_origin(hint) is not tuple:
+        return any(_is_a(kind, value) for kind in kinds)
+    if hint is NoneType:
+        return value is None
+    if hint is bool:
+        return value in (True, False)
+    # numpy's numbers are numbers, too, and a path may be meant where a text is asked.
+    own = {int: numbers.Integral, float: numbers.Real, str: str | os.PathLike}
+    return hint not in own or isinstance(value, own[hint])
 
 
 def values_of(hint: Any) -> str:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import math
 import multiprocessing
 import os
+import sys
 from collections.abc import Mapping, MutableMapping
 from dataclasses import replace
 from datetime import timedelta
@@ -12,6 +15,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from mpitrain.config import (
+    START_TIMEOUT_SECONDS,
     TIMEOUT_SECONDS,
     Backend,
     Device,
@@ -173,6 +177,23 @@ def _prepare_torch(
         torch.get_device_module(world.device).set_device(world.device)
 
 
+def _check_arguments(timeout_seconds: float) -> None:
+    """Refuse what torch would refuse later, in words of its own."""
+    is_number = isinstance(timeout_seconds, int | float)
+    if not is_number or not 0 < timeout_seconds < math.inf:
+        raise UsageError(
+            f"mpitrain.init(timeout_seconds={timeout_seconds!r}): expected a number of "
+            "seconds, above 0"
+        )
+    dist = sys.modules.get("torch.distributed")
+    if dist is not None and dist.is_available() and dist.is_initialized():
+        raise UsageError(
+            "mpitrain.init() was called where torch.distributed has a process group "
+            "already; it makes that group itself. Expected no init_process_group(), "
+            "and no other mpitrain.init(), before it"
+        )
+
+
 def _take_pending(launched: Job | None, config: LaunchConfig) -> LaunchConfig | None:
     """Take the launch of `run`, if there is one, and check that it fits."""
     if launched is None or launched.pending is None:
@@ -253,7 +274,6 @@ def init(
             "than define, under `if __name__ == '__main__':`"
         )
     before = dict(os.environ)  # before start_job, which sets some, too
-    limit = default_start_timeout(hang_timeout_seconds, start_timeout_seconds)
     launched = Job.current  # by `run`, perhaps
     # Rank zero alone is here, and the others would wait.
     if launched is not None and launched.is_preparing:
@@ -273,9 +293,14 @@ def init(
     if launched is not None and launched.part_began is not None:
         _take_pending(launched, read_config())
         return launched
+    limit = START_TIMEOUT_SECONDS
+    with contextlib.suppress(UsageError):  # raised again below
+        config = read_config()
+        limit = default_start_timeout(config.hang_timeout, config.start_timeout)
     job = job or start_job(start_timeout_seconds=limit)
     with job.guard:
         config = read_config()
+        _check_arguments(timeout_seconds)
         pending = _take_pending(launched, config)
         if launched is None or pending is None:
             world = prepare(job, config, timeout_seconds, os.environ)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, get_args
 
+import numpy as np
 import pytest
 
 from mpitrain.cli import COMMANDS, main, read_config
@@ -139,6 +140,35 @@ def test_each_command_refuses_a_number_below_its_minimum(typed: str, said: str) 
     command, *words = typed.split()
     with pytest.raises(UsageError, match=re.escape(said)):
         read_flags(KINDS[command], words, program="x", files=False)
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"on_nonfinite": "raise"}, "--on-nonfinite: found 'raise', expected stop or"),
+        ({"schedule": "const"}, "or constant. Did you mean 'constant'?"),
+        ({"precision": "bf16-mixed"}, "--precision: found 'bf16-mixed', expected fp32"),
+        ({"optimizer": "AdamW"}, "or adadelta. Did you mean 'adamw'?"),
+        ({"epochs": "1"}, "--epochs: found '1', expected a whole number."),
+        ({"epochs": 1.5}, "--epochs: found 1.5, expected a whole number."),
+        ({"epochs": None}, "--epochs: found None, expected a whole number."),
+        ({"lr": "0.1"}, "--lr: found '0.1', expected a number."),
+        ({"num_workers": "atuo"}, "a whole number or auto. Did you mean 'auto'?"),
+        ({"random_flip": "yes"}, "--random-flip: found 'yes', expected True or False."),
+        ({"time_limit": 90}, "--time-limit: found 90, expected a text."),
+    ],
+)
+def test_values_of_a_script_are_read_as_strictly_as_flags(
+    values: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(UsageError) as caught:
+        TrainConfig(**values)
+    assert said in str(caught.value)
+
+
+def test_numbers_of_numpy_and_whole_ones_are_numbers() -> None:
+    config = TrainConfig(epochs=np.int64(3), lr=1, weight_decay=np.float32(0))  # type: ignore[arg-type]
+    assert (config.epochs, config.peak_lr) == (3, 1)
 
 
 NUMBERS = [

@@ -77,3 +77,35 @@ def test_a_thread_that_ends_the_job_is_not_stopped_by_a_failing_main_thread() ->
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 7, done.stderr
     assert "[rank 0/2 " in done.stderr
+
+
+WRONG_ARGUMENTS = """
+import math, mpitrain, torch.distributed as dist
+for name, value in (
+    *(("timeout_seconds", it) for it in (None, math.inf, "60", 0)),
+    ("hang_timeout_seconds", "60"), ("start_timeout_seconds", "60"),
+    ("device", "cuda:0"), ("backend", "NCCL"), ("group", None),
+):
+    if name == "group":
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        mpitrain.init(**({} if name == "group" else {name: value}))
+        print("started with", name, value)
+    except Exception as error:
+        print(f"{type(error).__name__}: {error}")
+"""
+
+
+def test_init_says_which_argument_cannot_be() -> None:
+    command = [sys.executable, "-c", WRONG_ARGUMENTS]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    lines = done.stdout.splitlines()
+    assert len(lines) == 9, done.stdout + done.stderr
+    values = ("None", "inf", "'60'", "0")
+    for line, value in zip(lines, values, strict=False):
+        assert line.startswith(f"UsageError: mpitrain.init(timeout_seconds={value}): ")
+    for line, flag in zip(lines[4:6], ("hang", "start"), strict=True):
+        assert line == f"UsageError: --{flag}-timeout: found '60', expected a number."
+    assert lines[6].endswith("expected auto, cpu, cuda or xpu. Did you mean 'cuda'?")
+    assert lines[7].endswith("gloo, nccl or xccl. Did you mean 'nccl'?")
+    assert "torch.distributed has a process group already" in lines[8]
