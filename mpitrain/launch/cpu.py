@@ -24,7 +24,7 @@ from mpitrain.mpi.collectives import (
 from mpitrain.mpi.launchers import DEFAULT, LAUNCHERS
 from mpitrain.mpi.world import World, list_hosts
 from mpitrain.schedulers.pbs import asks_for_ompthreads
-from mpitrain.watchdog.process import launcher_name, parent_of_rank
+from mpitrain.watchdog.process import cgroups, launcher_name, parent_of_rank
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -197,21 +197,28 @@ def hardware_threads_per_core() -> int:
     return (os.cpu_count() or 1) // physical if physical else 1
 
 
-def cpu_quota(root: Path = Path("/sys/fs/cgroup")) -> float:
-    """Return how many cores' worth of time the container may use; infinity: no limit.
+def cpu_quota(
+    root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")
+) -> float:
+    """Return how many cores' worth of time this process may use; infinity: no limit.
 
-    ``cpu.max`` is of cgroups version 2, ``cpu/cpu.cfs_quota_us`` of version 1.
+    The least of its cgroup and those above it, such as a container's or a job's.
+    ``cpu.max`` is of cgroups version 2, ``cpu.cfs_quota_us`` of version 1.
     """
-    try:
-        if (root / "cpu.max").exists():
-            quota, period = (root / "cpu.max").read_text().split()
-        else:
-            names = ("cpu.cfs_quota_us", "cpu.cfs_period_us")
-            quota, period = ((root / "cpu" / name).read_text() for name in names)
-        cores = int(quota) / int(period)
-    except (OSError, ValueError, ZeroDivisionError):
-        return float("inf")  # "max" among them
-    return cores if cores > 0 else float("inf")
+    found = [float("inf")]
+    for folder in cgroups("cpu", root, own):
+        try:
+            if (folder / "cpu.max").exists():
+                quota, period = (folder / "cpu.max").read_text().split()
+            else:
+                names = ("cpu.cfs_quota_us", "cpu.cfs_period_us")
+                quota, period = ((folder / name).read_text() for name in names)
+            cores = int(quota) / int(period)
+        except (OSError, ValueError, ZeroDivisionError):
+            continue  # "max" among them
+        if cores > 0:
+            found.append(cores)
+    return min(found)
 
 
 def count_cores(masks: Sequence[Collection[int]], quota: float) -> int:

@@ -7,10 +7,26 @@ ranks end, and a container's small /dev/shm does not limit it. It is no MPI wind
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import mmap
 import os
 from collections.abc import Callable, Sequence
 from typing import Any
+
+
+def create_memory_file(name: str) -> int:
+    """Create an empty file in memory without a path, and return its descriptor."""
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create(name)
+    # Python that was built with an old glibc, such as uv's (python-build-standalone).
+    create = getattr(ctypes.CDLL(None, use_errno=True), "memfd_create", None)
+    close_on_exec = 1  # MFD_CLOEXEC of linux/memfd.h
+    file: int = create(name.encode(), close_on_exec) if create is not None else -1
+    if file < 0:
+        number = ctypes.get_errno() or errno.ENOSYS
+        raise OSError(number, f"memfd_create: {os.strerror(number)}")
+    return file
 
 
 def share_memory(
@@ -43,7 +59,7 @@ def share_memory(
     try:
         if rank == ranks_here[0]:
             try:
-                file = os.memfd_create(name)
+                file = create_memory_file(name)
                 os.ftruncate(file, num_bytes)
                 if is_allocated:
                     os.posix_fallocate(file, 0, num_bytes)

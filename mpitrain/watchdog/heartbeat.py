@@ -10,6 +10,8 @@ import time
 from enum import IntEnum
 from typing import NamedTuple
 
+from mpitrain.mpi.shared_memory import create_memory_file
+
 _LAYOUT = struct.Struct("=ddqq96s")  # time, limit, step, state, phase
 _PROGRESS, _STATE, _PHASE = map(struct.Struct, ("=ddq", "=q", "=96s"))
 _STATE_OFFSET = _PROGRESS.size
@@ -78,7 +80,7 @@ def beat_seconds(world_size: int) -> float:
 
 def memory_file() -> int:
     """Create an empty file in memory and return its descriptor."""
-    return above_standard(os.memfd_create("mpitrain"))
+    return above_standard(create_memory_file("mpitrain"))
 
 
 def above_standard(descriptor: int) -> int:

@@ -79,9 +79,15 @@ def launchers_of(pid: int) -> list[Ancestor]:
     """Return the processes from a rank's parent up to mpirun, or its daemon here.
 
     That is the first that has no rank itself; shells and wrappers may be between, and
-    the proxy of a warm rank comes first. Empty where it cannot be seen (another process
-    namespace).
+    the proxy of a warm rank comes first. Empty where it cannot be seen: in another
+    process namespace, or another user's where /proc hides those (hidepid).
     """
+    with contextlib.suppress(PermissionError):
+        return _launchers_of(pid)
+    return []
+
+
+def _launchers_of(pid: int) -> list[Ancestor]:
     found: list[Ancestor] = []
     if (started := started_process(pid)) != pid:
         if (proxy := status_of(started)) is None:
@@ -197,22 +203,31 @@ class LauncherProcesses:
                 send_signal(launcher.pid, number)
 
 
-def _memory_cgroups() -> list[Path]:
-    """Return the folders of this process's memory cgroup and of those above it."""
-    # https://docs.kernel.org/admin-guide/cgroup-v2.html#memory-interface-files
+def cgroups(
+    controller: str,
+    root: Path = Path("/sys/fs/cgroup"),
+    own: Path = Path("/proc/self/cgroup"),
+) -> list[Path]:
+    """Return the folders of this process's cgroup and of those above it.
+
+    Of version 2, and of version 1 those of a controller. A limit of any of them holds;
+    in a container the path may be one outside, and the first folder that is there is
+    the root.
+    """
+    # https://docs.kernel.org/admin-guide/cgroup-v2.html
     found: list[Path] = []
-    for line in Path("/proc/self/cgroup").read_text().splitlines():
+    for line in own.read_text().splitlines():
         _, controllers, path = line.split(":", 2)
-        if controllers in ("", "memory"):
-            root = Path("/sys/fs/cgroup", controllers)
-            own = root / path.lstrip("/")
-            found += [it for it in (own, *own.parents) if it.is_relative_to(root)]
+        if controller in (controllers or controller).split(","):
+            top = root / (controllers and controller)
+            folder = top / path.lstrip("/")
+            found += [it for it in (folder, *folder.parents) if it.is_relative_to(top)]
     return found
 
 
 def oom_kills() -> int:
     """Return how often the kernel killed in this cgroup for lack of memory."""
-    for folder in _memory_cgroups():
+    for folder in cgroups("memory"):
         for name in ("memory.events", "memory.oom_control"):
             with contextlib.suppress(OSError):
                 text = (folder / name).read_text()
@@ -224,7 +239,7 @@ def oom_kills() -> int:
 def memory_limit() -> str:
     """Return the memory limit of this cgroup, as ``"16.0 GiB"``; empty without one."""
     limits = [float("inf")]
-    for folder in _memory_cgroups():
+    for folder in cgroups("memory"):
         for name in ("memory.max", "memory.limit_in_bytes"):
             with contextlib.suppress(OSError, ValueError):  # "max" among them
                 limits.append(int((folder / name).read_text()))
@@ -234,7 +249,7 @@ def memory_limit() -> str:
 def memory_left() -> int:
     """Return how many bytes this cgroup may still take; much without a limit."""
     left = [2**60]
-    for folder in _memory_cgroups():
+    for folder in cgroups("memory"):
         for limit, usage, cache in (
             ("memory.max", "memory.current", "inactive_file"),
             ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),

@@ -109,6 +109,6 @@ def test_the_memory_that_the_kernel_lets_the_job_have_is_the_limit(
         (folder / f"memory.{names[1]}").write_text("700")
         (folder / "memory.stat").write_text(f"anon 500\n{cache} 200\n")
     folders = [*tmp_path.iterdir()]
-    monkeypatch.setattr(process, "_memory_cgroups", lambda: folders)
+    monkeypatch.setattr(process, "cgroups", lambda controller: folders)
     assert process.memory_left() == 1000 - 700 + 200
     assert opened("mine").free_bytes() == 1000 - 700 + 200

@@ -28,31 +28,43 @@ def test_threads_share_the_cores(masks: list, quota: float, expected: tuple) -> 
     assert cpu.fair_shares(masks, quota) == expected
 
 
+def quota_of(root: Path, own: str, files: dict[str, str]) -> float:
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    (root / "own").write_text(own)
+    return cpu.cpu_quota(root, root / "own")
+
+
 @pytest.mark.parametrize(
-    ("text", "expected"),
+    ("files", "expected"),
     [
-        ("max 100000", float("inf")),
-        ("150000 100000", 1.5),
-        ("rubbish", float("inf")),
-        (None, float("inf")),
+        ({"cpu.max": "max 100000"}, float("inf")),
+        ({"cpu.max": "150000 100000"}, 1.5),
+        ({"cpu.max": "rubbish"}, float("inf")),
+        ({}, float("inf")),
+        # A job's, a step's or a service's: the least holds.
+        ({"a/b/cpu.max": "300000 100000\n"}, 3),
+        ({"a/b/cpu.max": "max 100000", "a/cpu.max": "200000 100000"}, 2),
+        ({"a/b/cpu.max": "100000 100000", "a/cpu.max": "200000 100000"}, 1),
+        ({"a/cpu.max": "200000 100000", "a/other/cpu.max": "100000 100000"}, 2),
     ],
 )
-def test_the_quota_of_a_container_is_read(
-    text: str | None, expected: float, tmp_path: Path
+def test_the_quota_of_a_cgroup_and_of_those_above_it_is_read(
+    files: dict, expected: float, tmp_path: Path
 ) -> None:
-    if text is not None:
-        (tmp_path / "cpu.max").write_text(text)
-    assert cpu.cpu_quota(tmp_path) == expected
+    assert quota_of(tmp_path, "0::/a/b\n", files) == expected
 
 
+@pytest.mark.parametrize("folder", ["", "a/", "a/b/"])
 @pytest.mark.parametrize(("quota", "expected"), [("-1", float("inf")), ("50000", 0.5)])
 def test_the_quota_of_a_version_1_cgroup_is_read(
-    quota: str, expected: float, tmp_path: Path
+    quota: str, expected: float, folder: str, tmp_path: Path
 ) -> None:
-    (tmp_path / "cpu").mkdir()
-    (tmp_path / "cpu" / "cpu.cfs_quota_us").write_text(quota + "\n")
-    (tmp_path / "cpu" / "cpu.cfs_period_us").write_text("100000\n")
-    assert cpu.cpu_quota(tmp_path) == expected
+    at = f"cpu/{folder}cpu.cfs"
+    files = {f"{at}_quota_us": f"{quota}\n", f"{at}_period_us": "100000\n"}
+    own = "4:memory:/else\n3:cpu,cpuacct:/a/b\n0::/\n"
+    assert quota_of(tmp_path, own, files) == expected
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -382,3 +383,47 @@ def test_stacks_beside_busy_threads_are_written_without_a_crash() -> None:
     """A signal's handler crashes there: 3 of 3 in Python 3.11, SIGSEGV."""
     done = subprocess.run([sys.executable, "-c", DUMPS], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+WITHOUT_MEMFD = """
+import os, sys
+del os.memfd_create
+from mpitrain.mpi.shared_memory import share_memory
+from mpitrain.watchdog.heartbeat import memory_file
+file = memory_file()
+os.write(file, b"mine")
+memory, errors = share_memory(lambda it: [it], 0, [0], 4096, "x", is_allocated=True)
+print(os.pread(file, 4, 0), os.get_inheritable(file), len(memory), errors)
+"""
+
+
+def test_a_python_without_memfd_create_has_memory_files() -> None:
+    """As uv installs it: built with an old C library, on a system with a new one."""
+    command = [sys.executable, "-c", WITHOUT_MEMFD]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.stdout == "b'mine' False 4096 ['']\n", done.stderr
+
+
+HIDING = """
+mount -o remount,hidepid=1 /proc || exit 77
+# In a shell of its own, which is not process 1, and not replaced by its last command.
+(env PMI_RANK=0 setpriv --reuid 65534 --regid 65534 --clear-groups "$1" -c '
+import os
+from mpitrain.watchdog.process import launcher_name, launchers_of
+os.stat("/proc/1")
+try:
+    open("/proc/1/stat").close()
+except PermissionError:
+    print(launchers_of(os.getpid()), launcher_name({"PMI_RANK": "0"}))
+'; exit $?)
+"""
+
+
+def test_a_launcher_of_another_user_that_proc_hides_is_none() -> None:
+    """As mpirun's daemon, where root has mounted /proc with hidepid=1."""
+    unshare = ["unshare", "--mount", "--pid", "--fork", "--mount-proc"]
+    command = [*unshare, "sh", "-c", HIDING, "sh", sys.executable]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if os.geteuid() != 0 or done.returncode == 77 or not shutil.which("setpriv"):
+        pytest.skip("needs root, and namespaces")
+    assert done.stdout == "[] \n", done.stderr
