@@ -124,20 +124,12 @@ def assign_devices(
     if world.is_rank_zero:
         for line in filter(None, (gloo_reason, plan.warning)):
             logger.warning("%s", line)
-    nodes = with_gpus(world.nodes, by_node)
-    device = nodes[world.node_rank].devices[world.local_rank]
-    return replace(world, nodes=nodes, device=device, backend=plan.backend)
-
-
-def with_gpus(
-    nodes: Sequence[Node], by_node: Mapping[NodeGpus, Sequence[int]]
-) -> tuple[Node, ...]:
-    """Return the nodes with the devices of their ranks."""
-    found = list(nodes)
+    nodes = list(world.nodes)
     for of, numbers in by_node.items():
         for number in numbers:
-            found[number] = replace(nodes[number], devices=of.devices, gpus=of.gpus)
-    return tuple(found)
+            nodes[number] = replace(nodes[number], devices=of.devices, gpus=of.gpus)
+    device = nodes[world.node_rank].devices[world.local_rank]
+    return replace(world, nodes=tuple(nodes), device=device, backend=plan.backend)
 
 
 def discover_gpus(environ: Mapping[str, str]) -> VisibleGpus:
@@ -182,13 +174,16 @@ def plan_node(seen: Sequence[VisibleGpus]) -> NodeGpus:
     Local rank i takes the i-th device it sees, or the next one on a NUMA node of its
     cores. Where every rank of a node sees one device (``--gpus-per-task=1``, wrapper
     scripts), it takes that one. Where there are more ranks than devices, they share
-    them in turn.
+    them in turn. Always a rank has index 0, which is its ``LOCAL_RANK``: scripts
+    download there.
 
     >>> plan_node([VisibleGpus(gpus=("x", "y"), has_nccl=True)] * 2).devices
     ('cuda:0', 'cuda:1')
     """
     seeing = [visible for visible in seen if visible.gpus]
     chosen = _in_turn(seen)
+    if seeing and 0 not in chosen:
+        chosen = _in_turn([replace(visible, numa_nodes=()) for visible in seen])
     pairs = zip(seen, chosen, strict=True)
     uuids = [visible.gpus[index] for visible, index in pairs if index >= 0]
     # Numbers, not UUIDs: nodes that are alike are one entry on their way to rank zero.
@@ -329,7 +324,8 @@ def _mixed(
             without = [rank for rank, index in pairs if index < 0]
             if without:
                 ranks = f"ranks {format_ranges(without)} of {format_ranges(node.ranks)}"
-                lines.append(f"  {node.hostname}: {ranks} see none")
+                but = f", but there are {of.hidden}" if of.hidden else ""
+                lines.append(f"  {node.hostname}: {ranks} see none{but}")
     return TopologyError(
         "some ranks see a GPU and others see none:\n"
         + "\n".join(lines)
@@ -346,8 +342,9 @@ def cache_variables(hostname: str) -> dict[str, str]:
     node-local already. None where the folder is not this user's alone: what lies in it
     is run.
     """
-    folder = Path(tempfile.gettempdir(), f"mpitrain-{os.getuid()}-{hostname}")
     try:
+        # It raises, too: where nothing can be written.
+        folder = Path(tempfile.gettempdir(), f"mpitrain-{os.getuid()}-{hostname}")
         make_private_folder(folder)
     except OSError as error:
         logger.info("compiled kernels are kept where they were: %s", error)

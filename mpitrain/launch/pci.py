@@ -21,7 +21,9 @@ VISIBLE = (
     "ZE_AFFINITY_MASK",
 )
 
-SHOWS_SOME = re.compile(r"\d|GPU-|MIG-")  # how a value begins that shows GPUs
+# How a value begins that hides all GPUs. Others that show none, such as "all" or
+# "cuda:0", are mistakes.
+HIDES = re.compile(r"\s*($|-1|none|void|nodevfiles)", re.IGNORECASE)
 
 # What a job of SLURM has that was given GPUs.
 GPUS_OF_SLURM = ("SLURM_JOB_GPUS", "SLURM_STEP_GPUS", "SLURM_GPUS_ON_NODE")
@@ -40,7 +42,7 @@ def hidden_gpus(environ: Mapping[str, str], root: Path = ROOT) -> str:
     a job of SLURM has not been given any.
     """
     values = [environ[name] for name in VISIBLE if name in environ]
-    if not all(map(SHOWS_SOME.match, values)):
+    if any(map(HIDES.match, values)):
         return ""
     if "SLURM_JOB_ID" in environ and not any(it in environ for it in GPUS_OF_SLURM):
         return ""

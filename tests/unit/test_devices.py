@@ -48,11 +48,15 @@ def plan_devices(
         found = gpu.plan_node([seen[rank] for rank in node.ranks])
         by_node.setdefault(found, []).append(number)
     plan = gpu.plan_devices(by_node, nodes, **asked)
-    found_nodes = gpu.with_gpus(nodes, by_node)
+    of_nodes = {number: of for of, numbers in by_node.items() for number in numbers}
     return Plan(
         plan,
-        [device for node in found_nodes for device in node.devices],
-        [(node.hostname, name) for node in found_nodes for name in node.gpus],
+        [device for number in range(len(nodes)) for device in of_nodes[number].devices],
+        [
+            (node.hostname, it)
+            for i, node in enumerate(nodes)
+            for it in of_nodes[i].gpus
+        ],
     )
 
 
@@ -173,6 +177,9 @@ def test_mixed_nodes_are_refused_by_name() -> None:
     assert caught.value.reporting_rank == 0
     with pytest.raises(TopologyError, match="gpu00: ranks 0 of 0-1 see none"):
         plan_devices([sees(), sees("a")], nodes_of(2))
+    hides = VisibleGpus(hidden="4 of NVIDIA (/dev/nvidia*)")
+    with pytest.raises(TopologyError, match=r"see none, but there are 4 of NVIDIA \("):
+        plan_devices([sees("a"), hides], nodes_of(1, 1))
 
 
 def test_cuda_that_is_required_and_missing_is_refused() -> None:
@@ -280,9 +287,9 @@ def test_the_kernel_tells_gpus_that_compute_and_may_be_opened(
     said = pci.hidden_gpus({}, root)
     assert said.startswith(found)
     assert bool(said) == bool(found)
-    for value in ("", "-1", "NoDevFiles", "none"):
+    for value in ("", " ", "-1", "-1,0", "NoDevFiles", "none", "void"):
         assert not pci.hidden_gpus({"CUDA_VISIBLE_DEVICES": value}, root)
-    for value in ("0", "0,1", "GPU-8932f937", "MIG-8932f937"):
+    for value in ("0", " 0", "0,1", "GPU-8932f937", "MIG-8932f937", "all", "cuda:0"):
         assert pci.hidden_gpus({"CUDA_VISIBLE_DEVICES": value}, root) == said
     slurm = {"SLURM_JOB_ID": "7"}  # a job that has not been given GPUs
     assert not pci.hidden_gpus(slurm, root)
@@ -311,6 +318,10 @@ def test_numa_nodes_are_those_of_the_kernel(machine: Callable[..., Path]) -> Non
         ([{0}, {1}, {2}, {3}], [3, 2, 1, 0]),
         ([{0, 1, 2, 3}] * 4, [0, 1, 2, 3]),  # not bound
         ([set()] * 4, [0, 1, 2, 3]),  # a kernel that does not tell: by index
+        ([{3}, {1}], [0, 2]),
+        # Of fewer ranks than GPUs one has 0, where scripts download (LOCAL_RANK).
+        ([{1}, {0}], [0, 1]),
+        ([{0}], [0]),
     ],
 )
 def test_a_rank_gets_a_gpu_near_its_cores(
@@ -325,7 +336,7 @@ def test_a_rank_gets_a_gpu_near_its_cores(
         )
         for mine in cores
     ]
-    devices = plan_devices(seen, nodes_of(4)).devices
+    devices = plan_devices(seen, nodes_of(len(seen))).devices
     assert [int(device.partition(":")[2]) for device in devices] == expected
 
 
@@ -356,3 +367,6 @@ def test_caches_of_kernels_are_in_a_folder_of_this_user_alone(
     assert gpu.cache_variables("node1") == {}
     tmp_path.chmod(0o777)  # without the sticky bit others may put one in its place
     assert gpu.cache_variables("node3") == {}
+    monkeypatch.setattr("tempfile.tempdir", None)
+    monkeypatch.setattr("tempfile._candidate_tempdir_list", lambda: ["/proc/none"])
+    assert gpu.cache_variables("node1") == {}
