@@ -16,6 +16,7 @@ from mpitrain.mpi.launchers import (
     ALONE_UNDER_SRUN,
     CONNECTED,
     CONNECTIONS,
+    JOB_VARIABLE,
     LAUNCHERS,
     LOCAL_SIZE_VARIABLES,
     NO_PMIX,
@@ -78,10 +79,12 @@ def forget_parent(environ: MutableMapping[str, str]) -> bool:
 def was_launched(environ: Mapping[str, str]) -> bool:
     """Whether a launcher of MPI started this process.
 
-    A `PMIX_RANK` of 0 alone proves nothing: shells that srun opened have it, too.
+    A `PMIX_RANK` of 0 alone proves nothing: shells that srun opened have it, too. With
+    the name of a job it does, and is all that PRRTE's prterun and prun set.
     """
     names = {*SIZE_VARIABLES, *RANK_VARIABLES} - {PMIX_RANK}
-    return not names.isdisjoint(environ) or launched_size(environ) > 1
+    is_named = {PMIX_RANK, JOB_VARIABLE} <= environ.keys()
+    return is_named or not names.isdisjoint(environ) or launched_size(environ) > 1
 
 
 def launched_rank(environ: Mapping[str, str]) -> int:

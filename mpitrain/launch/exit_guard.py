@@ -91,6 +91,11 @@ class ExitGuard:
         self._is_reported = False  # the watchdog has said why the job ends
         self._pid = os.getpid()
 
+    @property
+    def has_failed(self) -> bool:
+        """Whether this rank has said, or is about to say, why the job ends."""
+        return self._failed_in is not None
+
     def __enter__(self) -> ExitGuard:
         return self
 

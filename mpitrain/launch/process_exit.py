@@ -107,6 +107,16 @@ def flush() -> None:
             stream.flush()
 
 
+def output_status() -> int:
+    """Flush stdout; return the status of Python, 120, where that fails, else 0."""
+    if sys.stdout is not None and not sys.stdout.closed:
+        try:
+            sys.stdout.flush()
+        except Exception:
+            return 120
+    return 0
+
+
 def ignore_children() -> None:
     """Let a child's death change nothing any more."""
     # Where DataLoader has workers, torch raises an error wherever the main thread is
@@ -142,6 +152,9 @@ def finish_mpi(status: int) -> NoReturn:
     mpi = sys.modules.get("mpi4py.MPI")
     if mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized():
         mpi.Finalize()
+    if not status and (status := output_status()):
+        text = "the last lines of stdout could not be written (no space left?)"
+        print(f"error: {text}; status {status}", file=sys.stderr, flush=True)
     gc.unfreeze()  # get_objects leaves out what is frozen, as `tools/command` does
     for found in gc.get_objects():
         if issubclass(type(found), _FILE):

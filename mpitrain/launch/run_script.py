@@ -16,10 +16,11 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from pathlib import Path
 from types import CodeType, FrameType, ModuleType
-from typing import NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from mpitrain.config import TIMEOUT_SECONDS
 from mpitrain.errors import LaunchError
+from mpitrain.flags import PROGRAM
 from mpitrain.launch import init
 from mpitrain.launch.env_checks import RANK_PID
 from mpitrain.launch.job import Job
@@ -28,6 +29,7 @@ from mpitrain.launch.process_exit import (
     finish_mpi,
     finish_python,
     flush,
+    output_status,
     write_status,
 )
 from mpitrain.launch.run_target import (
@@ -126,6 +128,8 @@ def _leave_at_exit(job: Job, rank_itself: int) -> None:
 def _replace_exits(job: Job, rank_itself: int) -> None:
     """Let ``os._exit(0)`` wait for the others, and MPI's own start and end be known.
 
+    A rank that becomes another program would leave MPI, which nobody notices.
+
     A process that ends without MPI_Finalize ends the job, with status 0, too (Open MPI
     4.1, 5.0, MPICH 5.0; tried). Other statuses of ``os._exit`` are meant to end it.
     """
@@ -140,12 +144,30 @@ def _replace_exits(job: Job, rank_itself: int) -> None:
             finish_mpi(0)
         exit_at_once(status)
 
+    def checked(execute: Callable[..., NoReturn]) -> Callable[..., NoReturn]:
+        def execute_in_child(*words: Any) -> NoReturn:
+            if os.getpid() == rank_itself and job.comm.size > 1:
+                raise LaunchError(
+                    f"os.{execute.__name__} of {words[0]} in a rank: MPI would lose "
+                    "it, and the others wait. Expected what the script sets so before "
+                    f"mpirun, or: {PROGRAM} run --no-python python {sys.argv[0]} ..."
+                )
+            execute(*words)
+
+        return execute_in_child
+
     os._exit = leave_and_exit
+    os.execv, os.execve = checked(os.execv), checked(os.execve)  # all others call them
     if not has_library():
         return
     from mpi4py import MPI
 
     class AllRanks(MPI.Intracomm):
+        __module__ = MPI.__name__  # for pickle, by name, as of the original
+
+        def __reduce__(self) -> str:
+            return "COMM_WORLD"
+
         def Abort(self, errorcode: int = 0) -> NoReturn:
             job.watchdog.set_state(State.FAILING)
             super().Abort(errorcode)
@@ -253,7 +275,8 @@ def _leave_together(job: Job) -> None:
         dist.destroy_process_group()
     barrier(job.comm)  # before rank zero takes the store away
     job.store = None
-    write_status(0)  # not before: another rank may fail till now
+    if not job.guard.has_failed:  # a world of one comes here then, too
+        write_status(output_status())  # not before: another rank may fail till now
 
 
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)

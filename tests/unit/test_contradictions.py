@@ -12,6 +12,7 @@ from mpitrain.launch.env_checks import (
     foreign_library,
     forget_parent,
     hide_from_children,
+    is_on_one_node,
     launched_rank,
     lone_in_allocation,
     was_launched,
@@ -72,6 +73,14 @@ def test_a_rank_above_zero_that_is_alone_is_refused(rank: int) -> None:
         check_size(1, environ)
     # Rank 0 cannot know, so rank 1 says it for all.
     assert (e.value.reporting_rank == launched_rank(environ)) == (rank == 1)
+
+
+def test_a_rank_of_prterun_was_launched_though_nothing_tells_the_size() -> None:
+    environ = {"PMIX_RANK": "0", "PMIX_NAMESPACE": "prterun-node-7@1"}
+    assert was_launched(environ)
+    assert not is_on_one_node(environ)
+    check_size(1, environ)
+    assert not was_launched({"PMIX_RANK": "0"}), "a shell that srun opened"
 
 
 def test_a_program_that_a_rank_starts_knows_that_it_is_none() -> None:
