@@ -245,12 +245,23 @@ def destroy_process_group() -> None:
         _redistribute._gen_transform_infos.cache_clear()  # noqa: SLF001
 
 
+_ACTIONS: dict[str, Callable[..., object]] = {}
+"""What the next two call: torch's functions are wrapped once, whatever the jobs."""
+
+
 def call_before_destroy(action: Callable[[], object]) -> None:
-    """Call `action` before groups are destroyed, by whomever (torch 2.14.1, 2.15)."""
+    """Call `action` before groups are destroyed, by whomever (torch 2.14.1, 2.15).
+
+    It takes the place of an action before.
+    """
+    is_wrapped = "destroy" in _ACTIONS
+    _ACTIONS["destroy"] = action
+    if is_wrapped:
+        return
     destroy: Any = dist.destroy_process_group
 
     def destroy_process_group(group: Any = None) -> None:
-        action()
+        _ACTIONS["destroy"]()
         destroy(group)
 
     # Scripts import it from either.
@@ -261,12 +272,17 @@ def call_before_destroy(action: Callable[[], object]) -> None:
 def call_at_messages(action: Callable[[dist.ProcessGroup], object]) -> None:
     """Call `action` with each group that sends or receives (torch 2.14.1, 2.15).
 
-    gloo's ``monitored_barrier`` is made of messages to and from its first rank.
+    gloo's ``monitored_barrier`` is made of messages to and from its first rank. It
+    takes the place of an action before.
     """
+    is_wrapped = "message" in _ACTIONS
+    _ACTIONS["message"] = action
+    if is_wrapped:
+        return
 
     def noted(method: Callable[..., Any]) -> Callable[..., Any]:
         def call(group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> Any:
-            action(group)
+            _ACTIONS["message"](group)
             return method(group, *args, **kwargs)
 
         return call

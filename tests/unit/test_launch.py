@@ -109,3 +109,32 @@ def test_init_says_which_argument_cannot_be() -> None:
     assert lines[6].endswith("expected auto, cpu, cuda or xpu. Did you mean 'cuda'?")
     assert lines[7].endswith("gloo, nccl or xccl. Did you mean 'nccl'?")
     assert "torch.distributed has a process group already" in lines[8]
+
+
+STORE = """
+import resource, socket
+from mpitrain.launch.rendezvous.reachability import listen
+from mpitrain.launch.rendezvous.select import UNKNOWN, Rendezvous
+from mpitrain.launch.rendezvous.store import open_store
+from mpitrain.mpi.single_process import SingleProcess
+from mpitrain.mpi.world import Node, World
+resource.setrlimit(resource.RLIMIT_NOFILE, (200, 4096))
+listener = listen(address := "127.0.0.1")
+port = listener.getsockname()[1]
+where = dict(address=address, port=port, own_address=address, interface=UNKNOWN)
+rendezvous = Rendezvous(**where, why="", listener=listener)
+place = dict(rank=0, local_rank=0, node_rank=0, local_world_size=1)
+nodes = (Node(hostname="a", ranks=(0,)),)
+world = World(**place, world_size=300, nodes=nodes, master_addr=address)
+store = open_store(SingleProcess(), rendezvous, world, 20.0)
+clients = [socket.create_connection(("127.0.0.1", port)) for _ in range(300)]
+store.set("key", "value")
+print(store.get("key"), resource.getrlimit(resource.RLIMIT_NOFILE))
+"""
+
+
+def test_rank_zero_has_a_descriptor_for_each_rank() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", STORE], capture_output=True, text=True, timeout=60
+    )
+    assert done.stdout == "b'value' (1324, 4096)\n", done.stderr

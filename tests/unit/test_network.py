@@ -131,6 +131,15 @@ def test_no_common_address_is_one_error_with_the_table() -> None:
     assert caught.value.reporting_rank == 0
 
 
+def test_a_host_without_an_address_is_told_what_it_lacks() -> None:
+    with pytest.raises(LaunchError, match="host a has no address of loopback") as alone:
+        select.select_offer("a", [], {})
+    assert "ip link set lo up" in str(alone.value)
+    with pytest.raises(LaunchError, match="a has no address that other") as several:
+        select.select_offer("a", [], {(): ["b"]})
+    assert "firewall" not in str(several.value)
+
+
 def test_a_missing_interface_is_named_with_those_that_are_there() -> None:
     interfaces = {("ib0",): ["a"], ("lo", "eth0"): ["b"], ("eth0", "lo"): ["c"]}
     with pytest.raises(LaunchError, match=r"b, c, where there is eth0, lo") as caught:

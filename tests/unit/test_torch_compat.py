@@ -149,3 +149,23 @@ def test_many_tensors_are_multiplied_as_each_would_be(dtype: torch.dtype) -> Non
     expected = [tensor * factor for tensor in tensors]
     torch_compat.multiply_all(tensors, factor)
     assert all(map(torch.equal, tensors, expected))
+
+
+MANY_JOBS = """
+import torch, torch.distributed as dist
+from mpitrain import torch_compat
+called = []
+for number in range(2000):
+    torch_compat.call_before_destroy(lambda n=number: called.append(n))
+    torch_compat.call_at_messages(lambda group, n=number: called.append(n))
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+dist.monitored_barrier()
+dist.destroy_process_group()
+print(called)
+"""
+
+
+def test_many_jobs_of_one_process_wrap_the_functions_of_torch_once() -> None:
+    command = [sys.executable, "-c", MANY_JOBS]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.stdout == "[1999, 1999]\n", done.stderr

@@ -275,6 +275,8 @@ def select_offer(
             index,
         )
 
+    if not offers:
+        raise _no_address(host, is_alone=not hosts)
     indices = range(len(offers))
     usable = [i for i in indices if not any(tried[i].failure for tried in hosts)]
     if usable:
@@ -290,7 +292,20 @@ def select_offer(
         lines.append(f"  {offer}: {'; '.join(results)}")
     raise LaunchError(
         f"no address of rank zero's host {host} is reachable from every other node.\n"
-        + ("\n".join(lines) or "  It has none that is up.")
+        + "\n".join(lines)
         + "\nExpected one network that joins all nodes. Look for a firewall, or "
         "leave those hosts out of the job."
+    ).on_all_ranks()
+
+
+def _no_address(host: str, *, is_alone: bool) -> LaunchError:
+    what = "no address of loopback (127.0.0.1) that is up"
+    expected = "one, also without a network: `ip link set lo up`"
+    if not is_alone:
+        what = (
+            "no address that other nodes could use: loopback or link-local ones alone"
+        )
+        expected = "one of a network that joins all nodes: see `ip address` there"
+    return LaunchError(
+        f"rank zero's host {host} has {what}.\nExpected {expected}."
     ).on_all_ranks()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
@@ -12,6 +13,20 @@ from mpitrain.mpi.world import World
 if TYPE_CHECKING:
     from mpi4py import MPI
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+
+_OTHER_DESCRIPTORS = 1024  # of rank zero, besides one for each client of the store
+
+
+def allow_descriptors(number: int) -> None:
+    """Let this process have so many descriptors, if its hard limit (ulimit -Hn) does.
+
+    The soft limit is 1024 by default: for programs that call select.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = number if hard == resource.RLIM_INFINITY else min(number, hard)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 def open_store(
@@ -38,9 +53,13 @@ def open_store(
             master_listen_fd=listener.detach() if listener is not None else None,
         )
 
-    server = all_or_none(
-        comm, lambda: open_here() if world.is_rank_zero else None, "open the store"
-    )
+    def serve() -> TCPStore | None:
+        if not world.is_rank_zero:
+            return None
+        allow_descriptors(world.world_size + _OTHER_DESCRIPTORS)
+        return open_here()
+
+    server = all_or_none(comm, serve, "open the store")
     where = f"{world.master_addr}:{world.master_port}"
     return all_or_none(
         comm, lambda: server or open_here(), f"reach the store at {where}"
