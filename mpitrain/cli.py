@@ -21,7 +21,14 @@ from typing import NoReturn
 from mpitrain.config import TrainConfig, default_start_timeout
 from mpitrain.console import HELP_FLAGS
 from mpitrain.errors import UsageError, did_you_mean
-from mpitrain.flags import PROGRAM, Config, HelpShown, read_flags
+from mpitrain.flags import (
+    PROGRAM,
+    Config,
+    HelpShown,
+    read_flag_file,
+    read_flags,
+    words_of,
+)
 from mpitrain.launch.env_checks import (
     forget_parent,
     is_one_of_several,
@@ -327,10 +334,10 @@ def _write(text: str, file: Path | None) -> None:
     if file is None:
         print(text, end="", flush=True)
         return
-    # The file is replaced, which must never happen to /dev/null.
-    if file.exists() and not file.is_file():
-        raise UsageError(f"--output {file} is no file; expected the name of one")
     try:
+        # The file is replaced, which must never happen to /dev/null.
+        if file.exists() and not file.is_file():
+            raise UsageError(f"--output {file} is no file; expected the name of one")
         write_atomic(file, text)
     except OSError as error:
         reason = error.strerror
@@ -360,7 +367,8 @@ def read_config(argv: Sequence[str]) -> TrainConfig:
 def start_timeout(argv: Sequence[str]) -> float:
     """Return the seconds for a stage of the start, before all flags are read.
 
-    A value that cannot be read counts as none; the error follows with the other flags.
+    Also those of files that ``--config`` names. A value that cannot be read counts as
+    none; the error follows with the other flags.
 
     >>> start_timeout(["--start-timeout", "30"]), start_timeout(["--lr=1"])
     (30.0, 600.0)
@@ -368,8 +376,12 @@ def start_timeout(argv: Sequence[str]) -> float:
     (120.0, 600.0)
     """
     found: dict[str, float] = {}
-    words = re.findall(r"--(start|hang)[-_]timeout[= ](\S+)", " ".join(argv))
-    for flag, word in words:
+    text = " ".join(argv)
+    for file in reversed(re.findall(r"--config[= ](\S+)", text)):  # flags win, so last
+        with contextlib.suppress(UsageError):
+            of_file = read_flag_file(Path(file), "lr: 0.1", as_words=True)
+            text = " ".join([*words_of({str(k): v for k, v in of_file.items()}), text])
+    for flag, word in re.findall(r"--(start|hang)[-_]timeout[= ](\S+)", text):
         with contextlib.suppress(ValueError):
             if 0 < (seconds := float(word)) < math.inf:
                 found[flag] = seconds

@@ -263,18 +263,26 @@ def _answer(text: str) -> None:
 
 def _read_config_file(file: Path, flags: Sequence[Flag]) -> dict[str, Any]:
     """Read values of flags, such as a run's ``config.yaml``."""
+    from yaml.constructor import SafeConstructor
+
     lists = [flag.field for flag in flags if get_origin(flag.hint) is tuple]
-    values = {str(k): v for k, v in read_flag_file(file, "lr: 0.1").items()}
+    switches = [flag.field for flag in flags if flag.hint is bool]
+    found = read_flag_file(file, "lr: 0.1", as_words=True)
+    values = {str(name): value for name, value in found.items()}
     for name, value in values.items():
-        is_list = isinstance(value, list) and name.replace("-", "_") in lists
-        for it in value if is_list else [value]:
-            # YAML has dates, and mappings.
-            if not (it is None or isinstance(it, str | int | float)):
+        field = name.replace("-", "_")
+        for it in value if isinstance(value, list) and field in lists else [value]:
+            if not (it is None or isinstance(it, str)):  # YAML has mappings
                 raise UsageError(
                     f"{name} is a {type(it).__name__}; "
                     "expected a number, a word, true, false or null"
                 )
+        if field in switches and value is not None:
+            values[name] = SafeConstructor.bool_values.get(value.lower(), value)
     return values
+
+
+_NULL = "tag:yaml.org,2002:null"
 
 
 def read_flag_file(
@@ -282,13 +290,19 @@ def read_flag_file(
 ) -> dict[Any, Any]:
     """Read a YAML file of names and values, or raise a UsageError.
 
-    With `as_words` values are words as they stand: YAML takes 2:00:00 for a number.
+    With `as_words` names and values are words as they stand, or ``None`` for null: YAML
+    takes 2:00:00 and 2026_11_30 for numbers, 010 for 8, and off for false.
     """
     import yaml
 
+    class Words(yaml.BaseLoader):
+        pass
+
+    null = re.compile(r"(~|null|Null|NULL|)$")
+    Words.add_implicit_resolver(_NULL, null, [*"~nN", ""])  # by first letters
+    Words.add_constructor(_NULL, lambda *_: None)
     try:
-        loader = yaml.BaseLoader if as_words else yaml.SafeLoader
-        values = yaml.load(file.read_text(), loader)
+        values = yaml.load(file.read_text(), Words if as_words else yaml.SafeLoader)
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         reason = getattr(error, "strerror", None) or error
         raise UsageError(f"cannot be read: {reason}") from None

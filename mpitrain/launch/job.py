@@ -463,10 +463,10 @@ def _start_watchdog(start_timeout_seconds: float) -> Watchdog:
             # A start that follows is cheap; a short cut of the network is not rare.
             lost_host_seconds=LOST_HOST_SECONDS if may_restart(os.environ) else 0.0,
         )
-    except OSError as error:
+    except (OSError, RuntimeError) as error:  # the second: no thread could be started
         raise LaunchError(
             f"the watchdog's process did not start: {error}.\nExpected room for one "
-            "more process beside each rank (ulimit -u)"
+            "more process beside each rank, and its threads (ulimit -u)"
         ) from None
     atexit.register(watchdog.close)
     return watchdog

@@ -8,7 +8,7 @@ import runpy
 import shutil
 import traceback
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from importlib.abc import InspectLoader
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
@@ -70,12 +70,15 @@ def split(words: Sequence[str]) -> tuple[list[str], Target | None]:
     rest = list(words)
     while rest and rest[0].startswith("-"):
         word = rest.pop(0)
-        if word == "-m":
+        if word in ("-m", "--module"):
             kind = "module"
+            break
+        if word.startswith("-m"):  # as in python -mpackage.module
+            kind, rest = "module", [word[2:], *rest]
             break
         if word == "--":
             break
-        if word == "--no-python":
+        if word in ("--no-python", "--no_python"):
             kind = "program"
             continue
         flags.append(word)
@@ -177,9 +180,9 @@ def _syntax_error(name: str, error: Exception) -> str:
     return f"{name} is no Python:\n{text}"
 
 
-def find_program(name: str, environ: Mapping[str, str] = os.environ) -> str:
+def find_program(name: str) -> str:
     """Find a program as a shell would."""
-    path = shutil.which(name, path=environ.get("PATH"))
+    path = shutil.which(name)
     if path is None:
         raise UsageError(
             f"--no-python {name}: expected a program on PATH, or the path of a file "

@@ -15,7 +15,7 @@ from typing import Any, get_args
 import numpy as np
 import pytest
 
-from mpitrain.cli import COMMANDS, main, read_config
+from mpitrain.cli import COMMANDS, main, read_config, start_timeout
 from mpitrain.config import TrainConfig
 from mpitrain.errors import UsageError
 from mpitrain.flags import HelpShown, read_flags
@@ -52,7 +52,8 @@ def test_what_a_run_records_is_read_back(tmp_path: Path) -> None:
         ("- 3", "expected lines like `lr: 0.1`, found list"),
         ("lr: [1, 2]", "lr is a list; expected a number"),
         ("lr: [", "cannot be read"),
-        ("log: 2024-01-01", "log is a date; expected a number"),
+        ("log: 2024-01-01", "--log '2024-01-01' is not known"),
+        ("tf32: maybe", "unexpected 'maybe' after '--tf32'"),
         ("log: {csv: 1}", "log is a dict; expected a number"),
         ("epochs: 0", "--epochs must be at least 1, found 0"),
     ],
@@ -66,6 +67,51 @@ def test_a_mistake_in_the_file_names_the_file(
         read_config(["--config", str(file)])
     assert words in str(caught.value)
     assert str(file) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "values"),
+    [
+        ("name: 2026_11_30", {"name": "2026_11_30"}),  # to YAML the number 20261130
+        ("name: 2026-11-30", {"name": "2026-11-30"}),  # a date
+        ("name: off", {"name": "off"}),
+        ("name: 'null'", {"name": "null"}),
+        ("epochs: 010", {"epochs": 10}),  # octal
+        ("time_limit: 1:30:00", {"time_limit": "1:30:00"}),
+        ("balance: off\nbitwise: on", {"balance": "off", "bitwise": True}),
+        ("tf32: True\nrandom-flip: no", {"tf32": True}),
+        ("data_dir: null\nweights: ~\nname:", {}),
+        ("lr: 1e-3\nmomentum: .5", {"lr": 1e-3, "momentum": 0.5}),
+        ("wandb_tags: [007, on]", {"wandb_tags": ("007", "on")}),
+    ],
+)
+def test_values_of_a_file_are_words(
+    text: str, values: dict[str, Any], tmp_path: Path
+) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text(text)
+    assert read_config(["--config", str(file)]) == TrainConfig(**values)
+
+
+def test_timeouts_of_a_file_hold_for_the_start_of_mpi(tmp_path: Path) -> None:
+    first, second = tmp_path / "1.yaml", tmp_path / "2.yaml"
+    first.write_text("start_timeout: 40\n")
+    second.write_text("start-timeout: 50\n")
+    words = ["--config", str(first)]
+    assert start_timeout(words) == 40
+    assert start_timeout([*words, f"--config={second}", "--lr=1"]) == 50
+    assert start_timeout(["--start-timeout", "30", *words]) == 30
+    second.write_text("hang_timeout: 300\nstart_timeout: null\n")
+    assert start_timeout(["--config", str(second)]) == 300
+    assert start_timeout(["--config", str(tmp_path / "none.yaml")]) == 600
+
+
+def test_an_output_that_cannot_be_is_one_line(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    text = "jobscript pbs --account A --nodes 1 --slots-per-node 2 --time 1:00:00"
+    assert main([*text.split(), "--output", "x" * 300]) == 2
+    assert "xxx cannot be written: File name too long" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -41,6 +41,10 @@ from mpitrain.mpi.world import Node, World
         (["--devise", "cpu", "t.py"], ["--devise"], "cpu"),  # refused by its flags
         (["--device"], ["--device"], None),
         (["-m"], [], None),
+        # As torchrun and Python spell them.
+        (["--module", "a.b", "-v"], [], ("module", "a.b", ("-v",))),
+        (["-ma.b", "-v"], [], ("module", "a.b", ("-v",))),
+        (["--no_python", "ls", "-l"], [], ("program", "ls", ("-l",))),
     ],
 )
 def test_flags_end_where_the_script_is_named(
@@ -174,14 +178,17 @@ def test_a_module_whose_package_lacks_another_is_not_blamed(package: str) -> Non
         find_module("pack_to_run.needs.tool")
 
 
-def test_a_program_is_found_as_a_shell_does(tmp_path: Path) -> None:
-    assert find_program("sh", {"PATH": "/bin"}) == "/bin/sh"
+def test_a_program_is_found_as_a_shell_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", "/bin")
+    assert find_program("sh") == "/bin/sh"
     plain = tmp_path / "plain.txt"
     plain.touch()
     with pytest.raises(UsageError, match="chmod"):
-        find_program(str(plain), {"PATH": "/bin"})
+        find_program(str(plain))
     with pytest.raises(UsageError, match="--no-python nothing: expected a program"):
-        find_program("nothing", {"PATH": "/bin"})
+        find_program("nothing")
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -407,10 +406,13 @@ def test_a_python_without_memfd_create_has_memory_files() -> None:
 HIDING = """
 mount -o remount,hidepid=1 /proc || exit 77
 # In a shell of its own, which is not process 1, and not replaced by its last command.
-(env PMI_RANK=0 setpriv --reuid 65534 --regid 65534 --clear-groups "$1" -c '
-import os
+(PMI_RANK=0 "$1" -c '
+import ctypes, os
 from mpitrain.watchdog.process import launcher_name, launchers_of
-os.stat("/proc/1")
+os.setgroups([])
+os.setgid(65534)
+os.setuid(65534)
+ctypes.CDLL(None).prctl(4, 1)  # PR_SET_DUMPABLE: it may read of itself, as others may
 try:
     open("/proc/1/stat").close()
 except PermissionError:
@@ -424,6 +426,26 @@ def test_a_launcher_of_another_user_that_proc_hides_is_none() -> None:
     unshare = ["unshare", "--mount", "--pid", "--fork", "--mount-proc"]
     command = [*unshare, "sh", "-c", HIDING, "sh", sys.executable]
     done = subprocess.run(command, capture_output=True, text=True)
-    if os.geteuid() != 0 or done.returncode == 77 or not shutil.which("setpriv"):
+    if os.geteuid() != 0 or done.returncode == 77:
         pytest.skip("needs root, and namespaces")
     assert done.stdout == "[] \n", done.stderr
+
+
+NO_THREAD = """
+import os, threading
+from mpitrain.launch.job import _start_watchdog
+threading.stack_size(1 << 47)  # more than there can be; root has no limit of processes
+try:
+    _start_watchdog(60.0)
+except Exception as error:
+    print(type(error).__name__, error)
+os._exit(0)
+"""
+
+
+def test_a_system_that_starts_no_thread_is_one_error() -> None:
+    command = [sys.executable, "-c", NO_THREAD]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.stdout.startswith("LaunchError the watchdog's process did not start: ")
+    assert "can't start new thread" in done.stdout
+    assert "(ulimit -u)" in done.stdout
