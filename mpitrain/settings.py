@@ -18,7 +18,7 @@ import numbers
 import os
 import re
 import textwrap
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING, dataclass
 from functools import cache
 from types import NoneType
@@ -130,8 +130,8 @@ def check_values(kind: Any, values: Mapping[str, Any]) -> None:
     for name, facts in facts_of(kind).items():
         value, wrong = values.get(name), ""
         flag, (pattern, expected) = flag_name(facts.flag or name), facts.pattern
-        # A nested group has checked its own.
-        if name in values and not _is_a(hints[name], value):
+        # Fields of a nested group have no type here: the group has checked them.
+        if name in hints and name in values and not _is_a(hints[name], value):
             raise wrong_value(flag, facts.metavar or values_of(hints[name]), value)
         if isinstance(value, int | float):
             if not math.isfinite(value):
@@ -166,7 +166,7 @@ _TYPES_IN_WORDS = {
     "BOOL": "True|False",
     "TEXT": "a text",
 }
-_hints = cache(get_type_hints)
+_hints: Callable[[Any], dict[str, Any]] = cache(get_type_hints)
 
 
 def _is_a(hint: Any, value: Any) -> bool:

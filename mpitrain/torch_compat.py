@@ -245,50 +245,44 @@ def destroy_process_group() -> None:
         _redistribute._gen_transform_infos.cache_clear()  # noqa: SLF001
 
 
-_ACTIONS: dict[str, Callable[..., object]] = {}
-"""What the next two call: torch's functions are wrapped once, whatever the jobs."""
+def _wrap(function: Any, action: Callable[..., object], *, num_args: int) -> Any:
+    """Return a function that calls `action` with the first arguments before `function`.
+
+    One that is so already gets the new action: a process may have many jobs.
+    """
+    if actions := getattr(function, "_mpitrain_actions", None):
+        actions[:] = [action]
+        return function
+    actions = [action]
+
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        actions[0](*args[:num_args])
+        return function(*args, **kwargs)
+
+    vars(wrapper)["_mpitrain_actions"] = actions
+    return wrapper
 
 
 def call_before_destroy(action: Callable[[], object]) -> None:
     """Call `action` before groups are destroyed, by whomever (torch 2.14.1, 2.15).
 
-    It takes the place of an action before.
+    It takes the place of the action before.
     """
-    is_wrapped = "destroy" in _ACTIONS
-    _ACTIONS["destroy"] = action
-    if is_wrapped:
-        return
-    destroy: Any = dist.destroy_process_group
-
-    def destroy_process_group(group: Any = None) -> None:
-        _ACTIONS["destroy"]()
-        destroy(group)
-
+    destroy = _wrap(dist.destroy_process_group, action, num_args=0)
     # Scripts import it from either.
     for module in (dist, dist.distributed_c10d):
-        module.destroy_process_group = destroy_process_group  # type: ignore[attr-defined]
+        module.destroy_process_group = destroy  # type: ignore[attr-defined]
 
 
 def call_at_messages(action: Callable[[dist.ProcessGroup], object]) -> None:
     """Call `action` with each group that sends or receives (torch 2.14.1, 2.15).
 
     gloo's ``monitored_barrier`` is made of messages to and from its first rank. It
-    takes the place of an action before.
+    takes the place of the action before.
     """
-    is_wrapped = "message" in _ACTIONS
-    _ACTIONS["message"] = action
-    if is_wrapped:
-        return
-
-    def noted(method: Callable[..., Any]) -> Callable[..., Any]:
-        def call(group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> Any:
-            _ACTIONS["message"](group)
-            return method(group, *args, **kwargs)
-
-        return call
-
     for name in ("send", "recv", "recv_anysource", "monitored_barrier"):
-        setattr(dist.ProcessGroup, name, noted(getattr(dist.ProcessGroup, name)))
+        method = getattr(dist.ProcessGroup, name)
+        setattr(dist.ProcessGroup, name, _wrap(method, action, num_args=1))
 
 
 def count_collectives() -> Iterator[tuple[dist.ProcessGroup, str, str, int]]:

@@ -48,7 +48,7 @@ def test_a_script_may_execute_a_program_in_a_child_and_alone(
     write(tmp_path, "import os; os.execlp('echo', 'echo', 'done 0/1')")
     command = [sys.executable, "-m", "mpitrain", "run", "script.py"]
     words = {"cwd": tmp_path, "env": environment(openmpi), "capture_output": True}
-    alone = subprocess.run(command, **words, text=True, timeout=60)  # type: ignore[call-overload]
+    alone = subprocess.run(command, **words, text=True, timeout=150)  # type: ignore[call-overload]
     assert alone.stdout == "done 0/1\n", alone.stderr
 
 
@@ -87,7 +87,7 @@ def test_a_lost_end_of_stdout_and_a_failure_alone_are_no_success(
             stdout=full,
             stderr=subprocess.PIPE,
             text=True,
-            timeout=60,
+            timeout=150,
         )
     assert (done.returncode, told.read_text()) == (status, f"{status}\n"), done.stderr
     assert done.stderr.count("could not be written") == (status == 120)
@@ -98,7 +98,7 @@ import subprocess, sys
 import mpitrain
 code = "from mpi4py import MPI; print('alone:', MPI.COMM_WORLD.size)"
 with mpitrain.init() as world:
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=150)
     print("done", f"{world.rank}/{world.world_size}")
 """
 

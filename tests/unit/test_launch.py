@@ -74,7 +74,7 @@ def test_a_thread_that_ends_the_job_is_not_stopped_by_a_failing_main_thread() ->
         "    raise KeyboardInterrupt\n"
     )
     command = [sys.executable, "-c", code]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=150)
     assert done.returncode == 7, done.stderr
     assert "[rank 0/2 " in done.stderr
 
@@ -98,7 +98,7 @@ for name, value in (
 
 def test_init_says_which_argument_cannot_be() -> None:
     command = [sys.executable, "-c", WRONG_ARGUMENTS]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=150)
     lines = done.stdout.splitlines()
     assert len(lines) == 9, done.stdout + done.stderr
     values = ("None", "inf", "'60'", "0")
