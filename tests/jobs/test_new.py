@@ -51,6 +51,8 @@ def test_a_new_project_trains(
     assert (project / "job.sh").read_text() == before
 
 
+# In CI trainings of the other kinds resume in tests/jobs/test_own_task.py and
+# tests/mpi/test_own_loops.py.
 @pytest.mark.parametrize("kind", ["trainer", slow("task"), slow("loop")])
 def test_the_tests_of_a_new_project_pass(
     openmpi: Mpi, kind: Any, tmp_path: Path
