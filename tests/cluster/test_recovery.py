@@ -145,7 +145,8 @@ def test_random_faults_change_no_bit(
     words = [*(("-m", "mpitrain", "run", "--device", "cpu") if WARM else ()), *words]
     python, path = ".venv/bin/python", f"{folder}/.venv/bin:{hosts.environ['PATH']}"
     variables = {"PYTHONPATH": str(folder), "PATH": path, "OMP_NUM_THREADS": "1"}
-    slots = [8 // len(hosts.names)] * len(hosts.names)
+    num_slots = 1 if len(FEW) == FAULTS else 8 // len(hosts.names)
+    slots = [num_slots] * len(hosts.names)
     line = "{}:{}\n" if mpi == "mpich" else "{} slots={}\n"
     listed = [line.format(*it) for it in zip(hosts.names, slots, strict=True)]
     (folder / "hosts").write_text("".join(listed))
