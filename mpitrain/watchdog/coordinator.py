@@ -205,11 +205,11 @@ class Coordinator:
         """Return whether the whole job is stopped: Ctrl-Z, or SLURM's suspend.
 
         A scheduler stops the sidecars, too, and then much time passes between two
-        calls; Ctrl-Z at mpirun stops all ranks.
+        calls; Ctrl-Z at mpirun stops all ranks, and all may be one.
         """
         at_work = self._at_work()
         return now - self._decided_at > SUSPENDED_SECONDS or (
-            len(at_work) > 1 and all(s.process_state in ("T", "t") for s in at_work)
+            bool(at_work) and all(s.process_state in ("T", "t") for s in at_work)
         )
 
     def _at_work(self) -> list[RankStatus]:

@@ -48,6 +48,7 @@ LOG_SECONDS = 0.5  # how long a line in a log may block
 SETTLE_SECONDS = 1.5  # for the coordinator to print why the job ends
 RELAY_SECONDS = NOTICE_SECONDS + 0.5  # until the coordinator has ended the job
 CLAIM_SECONDS = 4.0  # how long a claim of the output is held
+OOM_SECONDS = 5.0  # an earlier kill for lack of memory is no cause of a death now
 
 
 class Sidecar:
@@ -74,7 +75,8 @@ class Sidecar:
         self.rank_info = rank_info
         self.launcher = LauncherProcesses(self.rank_pid)
         self.console = Console()
-        self.oom_kills = oom_kills()
+        # The last two counts, and when: the kernel may take long to end a process.
+        self.oom_kills, self.oom_at = [oom_kills()] * 2, time.monotonic()
         self.client: CoordinatorClient | None = None  # or else, on rank zero:
         self.coordinator: Coordinator | None = None
         # Of the coordinator, or of a relay for other ranks.
@@ -109,6 +111,7 @@ class Sidecar:
                 self._check_launcher(now)
                 self._check_start(now)
                 self._check_terminations(now)
+                self._count_oom_kills(now)
             self._exchange(ready, now)
             if self.kill_at is not None and now > self.kill_at:
                 send_signal(self.rank_pid, signal.SIGKILL)
@@ -233,11 +236,15 @@ class Sidecar:
         self._check_terminations(now)
         if self.terminations[0] and now - self.terminations[1] < 3.0:
             return "terminated"
-        if oom_kills() > self.oom_kills:
+        if oom_kills() > self.oom_kills[0]:
             limit = memory_limit()
             text = "killed by the kernel for lack of memory (OOM)"
             return f"{text}; the limit of its cgroup is {limit}" if limit else text
         return "killed" if self.launcher.outlives_ranks else "orphaned"
+
+    def _count_oom_kills(self, now: float) -> None:
+        if now > self.oom_at + OOM_SECONDS:
+            self.oom_kills, self.oom_at = [self.oom_kills[1], oom_kills()], now
 
     def _has_coordinator(self) -> bool:
         is_connected = self.client is not None and self.client.is_established

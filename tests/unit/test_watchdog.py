@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 
 import mpitrain
+from mpitrain.watchdog import process
 from mpitrain.watchdog.coordinator import Coordinator
 from mpitrain.watchdog.heartbeat import Heartbeat, Position, State, memory_file
 from mpitrain.watchdog.report import (
@@ -21,6 +23,7 @@ from mpitrain.watchdog.report import (
     main_stack,
     position_lines,
 )
+from mpitrain.watchdog.sidecar import Sidecar
 
 WAITING = """Thread 0x1 (most recent call first):
   File "/usr/lib/python3.11/threading.py", line 1 in wait
@@ -94,6 +97,8 @@ def end_of(
         [stuck(), stuck(limit_seconds=600.0)],  # one may take longer
         [stuck(state=int(State.LEFT))] * 2,  # all are done
         [stuck(state=int(State.FAILING)), said()],
+        [stuck(process_state="T")],  # Ctrl-Z at a world of one
+        [stuck(process_state="T"), stuck(state=int(State.LEFT))],  # one is left
     ],
 )
 def test_this_is_no_hang(messages: list) -> None:
@@ -449,3 +454,21 @@ def test_a_system_that_starts_no_thread_is_one_error() -> None:
     assert done.stdout.startswith("LaunchError the watchdog's process did not start: ")
     assert "can't start new thread" in done.stdout
     assert "(ulimit -u)" in done.stdout
+
+
+def test_a_kill_for_lack_of_memory_is_the_cause_of_a_death_soon_after_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(process, "cgroups", lambda _: [tmp_path])
+    events = tmp_path / "memory.events"
+    events.write_text("oom_kill 0\n")
+    ours, theirs = socket.socketpair()
+    heartbeat, terminated = memory_file(), memory_file()
+    with ours, theirs:
+        sidecar = Sidecar(ours, Heartbeat(heartbeat), terminated, terminated, {})
+        now = sidecar.oom_at
+        events.write_text("oom_kill 1\n")  # of another process
+        assert "lack of memory" in sidecar._cause_of_death(now)
+        for tick in range(60):
+            sidecar._count_oom_kills(now + tick * 0.25)
+        assert "lack of memory" not in sidecar._cause_of_death(now + 15)
