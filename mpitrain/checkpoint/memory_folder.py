@@ -18,7 +18,7 @@ import fcntl
 import os
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from mpitrain.checkpoint.layout import FOLDER, list_checkpoints, remove_whole
@@ -42,8 +42,9 @@ class MemoryFolder:
 
     def __init__(self, world: World, token: str, run_id: str) -> None:
         name = f"{token}-{world.hostname}-{run_id}"
-        self.path = SHARED_MEMORY / f"mpitrain-{os.getuid()}" / name
+        self.path = _folder_of_user() / name
         self.is_keeper = world.local_rank == 0
+        self._lock = -1
 
     def open(self) -> None:
         """Make the folder, and remove those of dead jobs; local."""
@@ -55,20 +56,17 @@ class MemoryFolder:
                 _remove_if_left(other)
         make_private_folder(self.path)
         (self.path / FOLDER).mkdir(exist_ok=True)
-        # Never closed: the process holds it until its end. Of POSIX's kind, which the
-        # processes that it forks do not have.
-        lock = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        with contextlib.suppress(OSError):  # a rank of before is about to end
-            fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        # Never closed: the process holds it until its end.
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
+        self._lock = os.open(self.path / "lock", flags, 0o600)
+        self._hold()
         for unfinished in (self.path / FOLDER).glob(".*"):
             shutil.rmtree(unfinished, ignore_errors=True)
 
     def remove(self) -> None:
         """Remove the folder; local."""
         if self.is_keeper:
-            remove_whole(self.path)
-            with contextlib.suppress(OSError):  # another job's are there
-                self.path.parent.rmdir()
+            _remove([self.path])
 
     def keep_only(self, names: Sequence[str]) -> None:
         """Remove the checkpoints of other names; local."""
@@ -77,8 +75,15 @@ class MemoryFolder:
         for checkpoint in list_checkpoints(self.path):
             if checkpoint.path.name not in names:
                 remove_whole(checkpoint.path)
-        with contextlib.suppress(OSError):  # for `_remove_if_left`: this job lives
-            os.utime(self.path / "lock")
+        self._hold()
+
+    def _hold(self) -> None:
+        """Tell `_remove_if_left` that this job lives."""
+        with contextlib.suppress(OSError):
+            os.utime(self._lock)
+            # Of POSIX's kind, which the processes that this one forks do not have. A
+            # rank of the start before may have it still: then the next call has it.
+            fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
     def free_bytes(self) -> int:
         """Return how many bytes the folder could have; local."""
@@ -94,11 +99,18 @@ class MemoryFolder:
 
 def remove_all(token: str) -> None:
     """Remove the folders of one `supervise` on this node, whatever has become of it."""
-    above = SHARED_MEMORY / f"mpitrain-{os.getuid()}"
-    for folder in above.glob(f"*{token}-*"):
-        shutil.rmtree(folder, ignore_errors=True)
+    _remove(_folder_of_user().glob(f"*{token}-*"))
+
+
+def _folder_of_user() -> Path:
+    return SHARED_MEMORY / f"mpitrain-{os.getuid()}"
+
+
+def _remove(folders: Iterable[Path]) -> None:
+    for folder in folders:
+        remove_whole(folder)
     with contextlib.suppress(OSError):  # another job's are there
-        above.rmdir()
+        _folder_of_user().rmdir()
 
 
 def _remove_if_left(folder: Path) -> None:

@@ -38,6 +38,7 @@ from mpitrain.record.runs import Exists, is_finished, open_run
 from mpitrain.record.supervised import (
     Supervision,
     opened_run,
+    read_memory_step,
     supervision,
     tell_supervisor,
 )
@@ -167,6 +168,14 @@ class RunCheckpoints:
         on_disk = None if self.reader is None else self.reader.checkpoint
         if newest is not None and (on_disk is None or newest > on_disk):
             self.reader, self._is_from_memory = CheckpointReader(newest), True
+        step = read_memory_step(os.environ) if world.is_rank_zero else 0
+        if newest is None and found.num_restarts and step:
+            logger.warning(
+                "the checkpoint of step %d is no longer in memory (%s): its nodes are "
+                "lost, or systemd emptied it when the user's last login ended "
+                "(RemoveIPC; see docs/howto/resume.md)",
+                *(step, folder.path.parent),
+            )
 
     def _start_handler(self) -> PreemptionHandler:
         assert self._world is not None

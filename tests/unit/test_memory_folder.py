@@ -9,11 +9,13 @@ import time
 from pathlib import Path
 
 import pytest
-from single_process import LONE
+from single_process import LONE, lone_communicator
 
 from mpitrain.checkpoint import memory_folder
 from mpitrain.checkpoint.memory_folder import LEFT_SECONDS, MemoryFolder
 from mpitrain.checkpoint.memory_level import best_interval
+from mpitrain.checkpoint.run_checkpoints import RunCheckpoints
+from mpitrain.record.supervised import Supervision, begin_start, write_memory_step
 from mpitrain.watchdog import process
 
 HOLD = """
@@ -63,6 +65,39 @@ def test_a_folder_whose_ranks_live_stays() -> None:
         opened("mine")
         job.kill()
     assert other.path.exists()
+
+
+def test_the_lock_is_ours_once_a_rank_of_before_has_ended() -> None:
+    folder = opened("mine")
+    lock = str(folder.path / "lock")
+    words = [sys.executable, "-c", HOLD, lock]
+    os.close(folder._lock)  # as a rank that ends
+    with subprocess.Popen(words, stdout=subprocess.PIPE) as before:
+        assert before.stdout is not None
+        before.stdout.readline()
+        folder = opened("mine")
+        before.kill()
+    folder.keep_only([])
+    age(folder)
+    code = "from test_memory_folder import *; memory_folder._remove_if_left(Path(ARG))"
+    code = code.replace("ARG", repr(str(folder.path)))
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parent)
+    assert folder.path.exists(), "another job has removed it"
+
+
+def test_a_restart_says_that_memory_was_emptied(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    status = tmp_path / "status"
+    monkeypatch.setenv("MPITRAIN_STATUS_FILE", str(status))
+    checkpoints = RunCheckpoints(tmp_path / "run")
+    for num_restarts, step, is_said in ((0, 5, False), (1, 0, False), (1, 5, True)):
+        begin_start(
+            os.environ, Supervision(token="t", seconds=1.0, num_restarts=num_restarts)
+        )
+        write_memory_step(step)
+        checkpoints._find_in_memory(LONE, lone_communicator())
+        assert ("step 5 is no longer in memory" in caplog.text) == is_said
 
 
 def test_the_last_job_leaves_nothing_behind(shared_memory: Path) -> None:
