@@ -5,6 +5,10 @@ from __future__ import annotations
 import ctypes
 import sys
 
+# Of the process, as `sys.modules` is; forks of a fork server inherit both.
+WITH_TORCH: set[str] = set()
+"""The uppermost names of what was imported when torch had been; empty: it is not."""
+
 
 def import_torch() -> None:
     """Import torch; without the package ``cuda.bindings`` if there is no CUDA driver.
@@ -22,6 +26,8 @@ def import_torch() -> None:
         # Torch's import alone does without: a script may want the package itself.
         if is_hidden:
             del sys.modules[name]
+    if not WITH_TORCH:
+        WITH_TORCH.update(it.partition(".")[0] for it in sys.modules)
 
 
 def _has_cuda_driver() -> bool:

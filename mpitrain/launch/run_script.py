@@ -14,6 +14,7 @@ import stat
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from importlib.machinery import PathFinder
 from pathlib import Path
 from types import CodeType, FrameType, ModuleType
 from typing import Any, NoReturn, TypeVar
@@ -23,6 +24,7 @@ from mpitrain.errors import LaunchError
 from mpitrain.flags import PROGRAM
 from mpitrain.launch import init
 from mpitrain.launch.env_checks import RANK_PID
+from mpitrain.launch.import_torch import WITH_TORCH
 from mpitrain.launch.job import Job
 from mpitrain.launch.process_exit import (
     exit_status,
@@ -46,7 +48,7 @@ from mpitrain.mpi.launchers import is_program
 from mpitrain.mpi.world import World
 from mpitrain.schedulers.signals import had_term
 from mpitrain.watchdog.heartbeat import State
-from mpitrain.watchdog.process import has_signal, launchers_of, name_of
+from mpitrain.watchdog.process import has_signal, launchers_of, name_of, started_process
 
 T = TypeVar("T")
 
@@ -187,20 +189,12 @@ def _stop_at_usr2(rank_itself: int) -> None:
         if os.getpid() != rank_itself:
             return  # mpirun signals what the script forked, too
         signal.signal(signal.SIGUSR2, signal.SIG_IGN)
-        if not _launcher_had_term(rank_itself):
+        # A scheduler that ends the job has sent TERM to the rank, or to its proxy.
+        started, above = started_process(rank_itself), launchers_of(rank_itself)
+        if not had_term(started, above, os.environ):
             os.kill(rank_itself, signal.SIGTERM)
 
     signal.signal(signal.SIGUSR2, stop)
-
-
-def _launcher_had_term(rank: int) -> bool:
-    """Whether a scheduler has sent TERM: the rank, or its proxy, has got it, too.
-
-    Job scripts block it in the launcher, where it is pending from then on.
-    """
-    return any(
-        has_signal(it.pid, "ShdPnd", signal.SIGTERM) for it in launchers_of(rank)
-    )
 
 
 def _prepare(job: Job, request: RunRequest, environ: MutableMapping[str, str]) -> World:
@@ -262,9 +256,24 @@ def _close_stdin() -> None:
 
 
 def _set_path(folder: str) -> None:
-    """Let imports begin in a folder, in place of where Python began for us."""
-    if not sys.flags.safe_path:  # with -P Python itself puts no folder there
-        sys.path[0] = folder
+    """Let imports begin in a folder, in place of where Python began for us.
+
+    What was imported after torch, by a fork server above all, must not hide what the
+    folder has of that name, such as a ``statistics.py``: it is imported anew, and those
+    who have it keep it. What torch imports itself nobody can have of his own.
+    """
+    if sys.flags.safe_path:  # with -P Python itself puts no folder there
+        return
+    sys.path[0] = folder
+    names = {it.partition(".")[0] for it in sys.modules} if WITH_TORCH else set()
+    for name in names - {*WITH_TORCH, "mpi4py"}:
+        there = PathFinder.find_spec(name, [folder])
+        known = getattr(sys.modules.get(name), "__spec__", None)
+        if there is None or there.origin is None or known is None:
+            continue
+        if os.path.realpath(there.origin) != os.path.realpath(known.origin or ""):
+            for it in [it for it in sys.modules if it.partition(".")[0] == name]:
+                del sys.modules[it]
 
 
 def _leave_together(job: Job) -> None:

@@ -176,6 +176,7 @@ def test_no_class_name_stands_twice() -> None:
 MODULE_STATE = {
     "mpitrain.mpi.collectives.MPI_PROCESS",
     "mpitrain.launch.job.Job.current",
+    "mpitrain.launch.import_torch.WITH_TORCH",
     "mpitrain.backend.backend._alive",
 }
 """All of the package's; other state belongs to `Job` or to what it owns. The reason of
