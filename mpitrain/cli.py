@@ -12,7 +12,6 @@ import os
 import re
 import shlex
 import signal
-import socket
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -32,12 +31,12 @@ from mpitrain.flags import (
 from mpitrain.launch.env_checks import (
     forget_parent,
     is_one_of_several,
+    launched_label,
     launched_rank,
     launched_size,
     was_launched,
 )
 from mpitrain.mpi.collectives import all_or_none, on_rank_zero
-from mpitrain.mpi.world import rank_label
 
 
 def console() -> None:
@@ -58,10 +57,9 @@ def main(argv: Sequence[str]) -> int:
     # Ctrl-C and `sys.exit`, too: the status is written, whatever ends this.
     except BaseException as error:
         if exit_status(error) != 0:
-            rank, size = launched_rank(os.environ), launched_size(os.environ)
-            if isinstance(error, UsageError) and size == 1:
+            if isinstance(error, UsageError) and launched_size(os.environ) == 1:
                 error.on_all_ranks()  # who is alone needs no number
-            text = error_message(error, rank_label(rank, size, socket.gethostname()))
+            text = error_message(error, launched_label(os.environ))
             print(text, file=sys.stderr, flush=True)
         status = exit_status(error)
     # A script ends with all ranks, in `atexit`; a server is no rank.
@@ -99,7 +97,7 @@ def sweep(argv: Sequence[str]) -> int:
 def serve(argv: Sequence[str]) -> NoReturn:
     """Import torch once: ranks that mpirun starts on this machine are forks."""
     from mpitrain.launch.process_exit import exit_now
-    from mpitrain.warm.serve import ServeConfig, serve
+    from mpitrain.warm.fork_server import ServeConfig, serve
 
     serve(_read(ServeConfig, "serve", argv))
     exit_now(main(sys.argv[1:]))  # in a fork: a rank, which has words of its own

@@ -13,6 +13,8 @@ HELP_FLAGS = frozenset({"-h", "--help", "--help-all", "--version"})
 def say(line: str, file: TextIO | None = None) -> None:
     """Print a line on the terminal, above the progress bar if there is one."""
     file, bars = file or sys.stdout, sys.modules.get("tqdm")
+    if file is None:  # closed
+        return
     if bars is None:
         print(line, file=file, flush=True)
     else:  # it takes the bar away before, and draws it again

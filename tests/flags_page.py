@@ -21,7 +21,7 @@ from mpitrain.tools.replay.config import ReplayConfig
 from mpitrain.tools.report.report import ReportConfig
 from mpitrain.tools.sweep.config import SweepConfig
 from mpitrain.tools.watch import WatchConfig
-from mpitrain.warm.serve import ServeConfig
+from mpitrain.warm.fork_server import ServeConfig
 
 PAGE = Path(__file__).parents[1] / "docs/reference/flags.md"
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import socket
 from collections.abc import Iterable, Mapping, MutableMapping
 from pathlib import Path
 
@@ -27,6 +28,7 @@ from mpitrain.mpi.launchers import (
     by_process,
     family_of,
 )
+from mpitrain.mpi.world import rank_label
 
 # Variable that names the file of `supervise` into which rank zero writes the status.
 STATUS_FILE = "MPITRAIN_STATUS_FILE"
@@ -103,6 +105,12 @@ def launched_size(environ: Mapping[str, str]) -> int:
     names = (*LOCAL_SIZE_VARIABLES, "SLURM_STEP_NUM_TASKS")
     sizes = [_first(environ, [name], 1) for name in names]
     return max(*sizes, _first(environ, RANK_VARIABLES, 0) + 1)
+
+
+def launched_label(environ: Mapping[str, str]) -> str:
+    """Name this process, for messages before MPI has started."""
+    size = launched_size(environ)
+    return rank_label(launched_rank(environ), size, socket.gethostname())
 
 
 def launched_local_size(environ: Mapping[str, str]) -> int:

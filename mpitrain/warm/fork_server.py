@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import importlib
+import math
 import os
 import selectors
 import signal
@@ -17,30 +18,20 @@ import sys
 import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from reprlib import Repr
 from typing import IO, Any
 
+from mpitrain.console import say
 from mpitrain.errors import LaunchError, UsageError
-from mpitrain.files import make_private_folder
-from mpitrain.launch.env_checks import was_launched
+from mpitrain.launch.env_checks import STATUS_FILE, was_launched
 from mpitrain.launch.import_torch import import_torch
 from mpitrain.launch.read_ahead import read_ahead
-from mpitrain.warm.process_state import (
-    READ_AT_IMPORT,
-    ProcessState,
-    difference,
-    identity,
-    is_renewable,
-)
-from mpitrain.warm.protocol import (
-    GO,
-    MAX_FILES,
-    STATUS,
-    receive_line,
-    send_line,
-    try_lock,
-)
-from mpitrain.watchdog.process import end_with_parent
+from mpitrain.settings import setting
+from mpitrain.warm import protocol
+from mpitrain.warm.process_state import RENEWABLE, ProcessState, identity
+from mpitrain.watchdog.process import end_with_parent, is_stopped
 
 MODULES = (
     "torch.distributed",
@@ -59,9 +50,36 @@ MORE_MODULES = ("torchvision",)
 REQUEST_SECONDS = 5.0  # how long it waits for a part of a request, or for files
 LOCK_SECONDS = 3.0  # for a server that is about to end
 RENEWAL_SECONDS = 1.0  # until all ranks of a start have been told
-MAX_REASON = 200  # characters of values in a message
+MAX_CORES = 8192  # of a node: more than the kernel has
+SHORT = Repr()  # of values in a message
+SHORT.maxstring = 100
 _ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-_OF_RANKS = (signal.SIGUSR1, signal.SIGUSR2)  # schedulers may send them to all
+# Schedulers may send the first two to all; stopped it could not end its ranks.
+_OF_RANKS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTSTP)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeConfig:
+    """Import torch once, for all ranks that mpirun starts on this machine later."""
+
+    idle_minutes: float = setting(60.0, above=0)
+    """Time without a rank after which it ends."""
+
+
+def serve(config: ServeConfig) -> None:
+    """Serve until it is idle, or ended by Ctrl-C; returns in each fork, a rank."""
+    if os.environ.get(protocol.SOCKET) == protocol.NONE:
+        raise UsageError(f"{protocol.SOCKET} is none: each rank imports. Unset it")
+    began = time.monotonic()
+    # That of `supervise` ends with it, however late the first fault is.
+    idle_seconds = math.inf if STATUS_FILE in os.environ else 60 * config.idle_minutes
+    server = ForkServer(protocol.socket_path(os.environ), idle_seconds)
+    took = time.monotonic() - began
+    say(
+        f"ready after {took:.1f} s: `mpirun ... python -m mpitrain ...` in another "
+        "shell starts warm. Ctrl-C ends this server"
+    )
+    server.serve()
 
 
 class ForkServer:
@@ -86,18 +104,19 @@ class ForkServer:
         self._variables = dict(os.environ)
         self._parent = os.getppid()
         self._idle_seconds = idle_seconds
-        self._proxies: dict[int, socket.socket] = {}  # by the fork's process id
+        # By the fork's process id; and that of its proxy.
+        self._proxies: dict[int, tuple[socket.socket, int]] = {}
         self._own: list[socket.socket | selectors.BaseSelector] = []  # of `serve`
         self._is_ending = False
-        self._renewal: dict[str, str] = {}  # variables of one that replaces it
-        self._renewal_folder = ""
-        self._renew_at = 0.0
+        # Variables and folder with which it begins anew without forks, and when.
+        self._renewal: tuple[dict[str, str], str, float] | None = None
         self._checked_at = 0.0
         self.path = path
         self._is_of_start = lock is not None
         self._lock = lock or _lock(path)
         if not self._is_of_start:  # mpirun may have bound it to a core
-            os.sched_setaffinity(0, range(os.cpu_count() or 1))
+            with contextlib.suppress(OSError):
+                os.sched_setaffinity(0, range(MAX_CORES))
         self._import(modules)
         self._files = _files_of_modules()
         self._socket = _listen(path)
@@ -133,7 +152,9 @@ class ForkServer:
         signal.set_wakeup_fd(wakes.fileno(), warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         for number in _ENDING:
-            signal.signal(number, self._end)
+            # `nohup` ignores HUP: the user logs out, and it serves on.
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+                signal.signal(number, self._end)
         for number in _OF_RANKS:  # each would end the server, and its forks with it
             signal.signal(number, signal.SIG_IGN)
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
@@ -154,128 +175,141 @@ class ForkServer:
                         with contextlib.suppress(BlockingIOError):
                             woken.recv(4096)
                     elif key.fileobj is not self._socket:
-                        self._kill(key.data)  # its proxy is gone
+                        self._signal(key.data, signal.SIGKILL)  # its proxy is gone
                         selector.unregister(key.fileobj)
-                    elif (proxy := self._accept()) is not None:
+                    else:
                         # Until the fork is known `_end` would forget it.
                         signal.pthread_sigmask(signal.SIG_BLOCK, _ENDING)
-                        pid = self._answer(proxy)
+                        pid = self._answer()
                         if pid == 0:
                             return
-                        if pid is None:
-                            proxy.close()
-                        else:
-                            self._proxies[pid] = proxy
+                        if pid is not None:
+                            proxy, _ = self._proxies[pid]
                             selector.register(proxy, selectors.EVENT_READ, pid)
                         signal.pthread_sigmask(signal.SIG_UNBLOCK, _ENDING)
                 for proxy in self._reap():
                     with contextlib.suppress(KeyError):
                         selector.unregister(proxy)
                     proxy.close()
+                self._stop_with_proxies()
                 if self._proxies:
                     idle_since = time.monotonic()
-                elif self._renewal and time.monotonic() > self._renew_at:
+                elif self._renewal and time.monotonic() > self._renewal[2]:
+                    protocol.remove_files(self.path)  # till it listens again
                     with contextlib.suppress(OSError):  # it was removed
-                        os.chdir(self._renewal_folder)
-                    os.execve(sys.executable, sys.orig_argv, self._renewal)
+                        os.chdir(self._renewal[1])
+                    os.execve(sys.executable, sys.orig_argv, self._renewal[0])
                 elif time.monotonic() >= idle_since + self._idle_seconds:
                     break
-        self._remove_files()
+        protocol.remove_files(self.path)
         sys.exit(0)  # not `return`, which is for forks
-
-    def _remove_files(self) -> None:
-        self.path.unlink(missing_ok=True)
-        Path(self._lock.name).unlink(missing_ok=True)
 
     def _end(self, number: int, _: object) -> None:
         """End when the forks have; at a second Ctrl-C at once, and they with it."""
         if not self._proxies or (self._is_ending and number == signal.SIGINT):
-            self._remove_files()
+            protocol.remove_files(self.path)
             os._exit(0)
-        self._is_ending = True
+        if not self._is_ending:
+            self._is_ending = True
+            with contextlib.suppress(OSError):  # the terminal is gone
+                say(f"ranks that still run: {len(self._proxies)}. This server ends")
+                say("after them; a second Ctrl-C ends them, too")
 
-    def _accept(self) -> socket.socket | None:
+    def _answer(self) -> int | None:
+        """Fork for the next proxy; return its process id, 0 in it, ``None`` without."""
         try:
             proxy, _ = self._socket.accept()
         except OSError:  # it is gone; or no descriptor is left
             time.sleep(0.1)
             return None
-        proxy.settimeout(REQUEST_SECONDS)
-        return proxy
-
-    def _answer(self, proxy: socket.socket) -> int | None:
-        """Fork for a proxy; return the process id, 0 in the fork, ``None`` without."""
+        pid, server = None, os.getpid()
         try:
-            request = receive_line(proxy)
+            proxy.settimeout(REQUEST_SECONDS)
+            request = protocol.receive_line(proxy)
             reason = self._refusal(request["identity"], request["state"])
-            send_line(proxy, {"cold": reason} if reason else {})
-            if reason:
-                return None
+            protocol.send_line(proxy, {"cold": reason} if reason else {})
             state = ProcessState(**request["state"])
-            _, (number, *files), _, _ = socket.recv_fds(proxy, 1, MAX_FILES)
-        except Exception:  # it is gone, or has begun cold; or it is no proxy
+            _, (number, *files), _, _ = socket.recv_fds(proxy, 1, protocol.MAX_FILES)
+        except Exception:  # it is gone, or begins cold; or it is no proxy
+            proxy.close()
             return None
-        server = os.getpid()
         with socket.socket(fileno=number) as lifeline:
             try:
                 pid = _fork()
             except OSError as error:  # no process left, or no memory
                 with contextlib.suppress(OSError):  # the proxy has begun cold
-                    send_line(lifeline, {"cold": f"no fork: {error.strerror}"})
-                pid = None
+                    reason = f"the fork server cannot fork: {error.strerror}"
+                    protocol.send_line(lifeline, {"cold": reason})
             if pid == 0:
                 # As objects: a number that one of them closed later may be a file of
                 # the rank by then. Of other proxies the rank would be a second end.
-                for it in (*self._own, self._socket, proxy, *self._proxies.values()):
+                others = (it for it, _ in self._proxies.values())
+                for it in (*self._own, self._socket, proxy, *others, self._lock):
                     it.close()
-                self._lock.close()
                 self._proxies.clear()
                 _become(state, files, lifeline, server)
-        if pid != 0:
-            for number in files:
-                os.close(number)
+                return 0
+        for number in files:
+            os.close(number)
+        if pid is None:
+            proxy.close()
+        else:
+            self._proxies[pid] = (proxy, state.pid)
         return pid
 
     def _reap(self) -> Iterator[socket.socket]:
         """Tell the proxies of forks that have ended, and return them."""
-        for pid, proxy in list(self._proxies.items()):
+        for pid, (proxy, _) in list(self._proxies.items()):
             found, status = os.waitpid(pid, os.WNOHANG)
             if found:
                 del self._proxies[pid]
                 with contextlib.suppress(OSError):
-                    proxy.sendall(STATUS.pack(status))
+                    protocol.send_line(proxy, {"status": status})
                 yield proxy
 
+    def _stop_with_proxies(self) -> None:
+        """Stop the forks of proxies that are stopped, as by Ctrl-Z at mpirun.
+
+        A proxy cannot hand on STOP. It does hand on CONT, maybe between the two looks.
+        """
+        for pid, (_, proxy) in self._proxies.items():
+            if is_stopped(proxy):
+                self._signal(pid, signal.SIGSTOP)
+                if not is_stopped(proxy):
+                    self._signal(pid, signal.SIGCONT)
+
     @staticmethod
-    def _kill(pid: int) -> None:
+    def _signal(pid: int, number: int) -> None:
         # Its group, too: what it has started. There is none in its first moment.
         for kill in (os.killpg, os.kill):
             with contextlib.suppress(ProcessLookupError):
-                kill(pid, signal.SIGKILL)
+                kill(pid, number)
 
     def _refusal(self, theirs: Mapping[str, str], state: Mapping[str, Any]) -> str:
         """Return why no fork can be this rank; ``""``: one can."""
         if self._is_ending:
             return "the fork server ends"
-        self._renew_at = time.monotonic() + RENEWAL_SECONDS
+        mine, at = self._identity, time.monotonic() + RENEWAL_SECONDS
+        anew = ", which starts anew"
+        if self._proxies:
+            anew += f" when its {len(self._proxies)} ranks have ended"
         if file := self._changed_file():
-            if self._is_of_start:
-                return f"{file} has changed since the fork server has imported it"
-            self._renewal, self._renewal_folder = self._variables, "."
-            return f"{file} has changed; the fork server starts anew"
-        name = difference(self._identity, theirs)
+            reason = f"{file} has changed since it was imported in the fork server"
+            if not self._is_of_start:
+                self._renewal, reason = (self._variables, ".", at), reason + anew
+            return reason
+        # First what a new server would not have equal.
+        names, is_read = {*mine, *theirs}, RENEWABLE.match
+        other = [it for it in names if mine.get(it) != theirs.get(it)]
+        name = min(other, key=lambda it: (bool(is_read(it)), it), default="")
         if not name:
             return ""
-        here, there = self._identity.get(name), theirs.get(name)
-        reason = f"{name} is {there!r}, and {here!r} in the fork server"
-        if len(reason) > MAX_REASON:
-            reason = f"{name} is another one in the fork server"
-        if is_renewable(name) and not self._is_of_start:
-            is_read = READ_AT_IMPORT.match
-            variables, self._renewal_folder = state["variables"], state["folder"]
+        here, there = SHORT.repr(mine.get(name)), SHORT.repr(theirs.get(name))
+        reason = f"{name} is {there}, and {here} in the fork server"
+        if is_read(name) and not self._is_of_start:
             kept = {k: v for k, v in self._variables.items() if not is_read(k)}
-            self._renewal = kept | {k: v for k, v in variables.items() if is_read(k)}
-            reason += ", which starts anew"
+            kept |= {k: v for k, v in state["variables"].items() if is_read(k)}
+            self._renewal, reason = (kept, state["folder"], at), reason + anew
         return reason
 
     def _changed_file(self) -> str:
@@ -291,32 +325,21 @@ class ForkServer:
 
 
 def _lock(path: Path) -> IO[bytes]:
-    """Lock the file beside a socket; another server may be about to end."""
-    end = time.monotonic() + LOCK_SECONDS
-    while True:
-        try:
-            make_private_folder(path.parent)
-            if (file := try_lock(path)) is not None:
-                return file
-        except OSError as error:
-            raise UsageError(f"no place for the socket: {error}") from None
-        if time.monotonic() > end:
-            raise UsageError(f"another fork server listens at {path}; expected one")
-        time.sleep(0.1)
+    try:
+        if (file := protocol.try_lock(path, LOCK_SECONDS)) is not None:
+            return file
+    except OSError as error:
+        raise UsageError(f"no place for the socket: {error}") from None
+    raise UsageError(f"another fork server listens at {path}; expected one")
 
 
 def _listen(path: Path) -> socket.socket:
-    # Its name is there from `bind` on, before it listens: a rank would be refused. No
-    # longer name: 107 bytes are the limit.
-    early = path.with_name(f"{path.name[:-1]}~")
-    early.unlink(missing_ok=True)
     own = socket.socket(socket.AF_UNIX)
     try:
-        own.bind(str(early))
+        own.bind(str(path))
     except OSError as error:
         raise UsageError(f"no socket can be at {path}: {error}") from None
     own.listen(1024)
-    early.rename(path)
     return own
 
 
@@ -342,10 +365,10 @@ def _become(
         try:
             lifeline = state.take(files, lifeline)
         except Exception as error:
-            send_line(lifeline, {"cold": str(error)})
+            protocol.send_line(lifeline, {"cold": str(error)})
         else:
-            send_line(lifeline, {"pid": os.getpid()})
-            is_begun = lifeline.recv(1) == GO
+            protocol.send_line(lifeline, {"pid": os.getpid()})
+            is_begun = lifeline.recv(1) == protocol.GO
     if not is_begun:
         os._exit(1)  # it must not return as a second server
     lifeline.close()

@@ -11,26 +11,30 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO, cast
 
 from mpitrain import __version__
+from mpitrain.schedulers import detect
 from mpitrain.watchdog.process import PROXY, memory_limit
 
-if TYPE_CHECKING:
-    from io import TextIOWrapper
-
 READ_AT_IMPORT = re.compile(
-    "LD_|GLIBC_|MALLOC_|PYTHON|LANG|LC_|"
-    "(OMP|GOMP|KMP|MKL|OPENBLAS|BLIS|NUMEXPR|VECLIB|ONEDNN|DNNL|NPY|NUMPY)_|"
-    "(TORCH|PYTORCH|ATEN|C10|KINETO|TRITON|NVIDIA)_|CUDA_MODULE|HSA_"
+    "LD_|GLIBC_|MALLOC_|PYTHON|LANG|LC_|(HOME|XDG_CACHE_HOME|CI|CXX)$|"
+    "(OMP|GOMP|KMP|MKL|OPENBLAS|BLIS|NUMEXPR|VECLIB|ONEDNN|DNNL|NPY|NUMPY|MPMATH)_|"
+    "(PYTORCH|PT2|ATEN|C10|KINETO|TRITON|NVIDIA|AOT|AOTINDUCTOR|INDUCTOR|CUTLASS)_|"
+    "(CUTEDSL|FX|SYMPY|PILLOW|TQDM|HSA|PARTITIONER)_|COMPILE_STROBELIGHT|DUMP_AOTI|"
+    "ENABLE_(HOST|PERSISTENT|TEMPLATE|TMA)|FAKE_ALLOW|LOG_(AUTOTUNE|TLPARSE)|"
+    "UNSAFE_SKIP_FSDP|TORCH(?!ELASTIC)|CUDA_MODULE"
 )
 """Variables that the loader, Python, or a library reads once, while it is imported."""
 
-SEARCH_PATH = "sys.path"
+RENEWABLE = re.compile(rf"sys\.path$|{READ_AT_IMPORT.pattern}")
+"""What a server that begins anew, from the proxy's folder, would have equal."""
+
+# Of CUDA and ROCm: their drivers may have been told which ones a rank may use.
+GPU_DEVICES = ("/dev/nvidiactl", "/dev/kfd")
 
 _STATUS = re.compile(
     "(Uid|Gid|Groups|Cap...|NoNewPrivs|Seccomp|TracerPid|Mems_allowed_list)$"
@@ -38,23 +42,27 @@ _STATUS = re.compile(
 """Lines of /proc/PID/status that no process can change for another."""
 
 _NAMESPACES = ("mnt", "net", "ipc", "pid", "user", "uts", "cgroup", "time")
-_LIMITS = [getattr(resource, it) for it in dir(resource) if it.startswith("RLIMIT_")]
+_LIMITS = [it for it in dir(resource) if it.startswith("RLIMIT_")]
 
 
 def identity() -> dict[str, str]:
     """Return what this process cannot hand on: it must be equal in the other one.
 
-    The user and capabilities, namespaces (containers), the memory limit and policy
-    (``numactl``), a debugger or profiler, Python and its options, and the variables
-    that are read while torch is imported.
+    The user and capabilities, the scheduler's job, namespaces (containers), the memory
+    limit and policy (``numactl``), a debugger or profiler, Python and its options, and
+    the variables that are read while torch is imported.
     """
+    streams = (sys.stdin, sys.stdout, sys.stderr)
     found = {
         "mpitrain": f"{__version__} in {Path(__file__).parents[1]}",
-        "Python": f"{sys.executable} {sys.version}",
+        # `python` and `python3` of one environment are links to one file.
+        "Python": f"{os.path.realpath(sys.executable)} {sys.prefix} {sys.version}",
         "options of Python": repr((sys.flags, sys._xoptions, sys.warnoptions)),  # noqa: SLF001
-        "-u of Python": repr(_stream(sys.stdout).write_through),
-        "trace function": repr((sys.gettrace(), sys.getprofile())),
-        SEARCH_PATH: repr(sys.path),
+        "-u of Python": str(getattr(sys.stdout, "write_through", None)),
+        "closed streams": repr([it for it in range(3) if streams[it] is None]),
+        "trace function": tracers(),
+        "job of the scheduler": str(detect(os.environ).job_id),
+        "sys.path": repr(sys.path),
         "memory limit": memory_limit(),
         # The C library read it when the server began, for the stacks of threads.
         "stack limit": repr(resource.getrlimit(resource.RLIMIT_STACK)),
@@ -78,21 +86,13 @@ def identity() -> dict[str, str]:
     return found
 
 
-def difference(mine: Mapping[str, str], theirs: Mapping[str, str]) -> str:
-    """Return the first name whose value is not equal; ``""``: none.
-
-    What a new server would have equal comes last (`is_renewable`).
-
-    >>> difference({"LANG": "C", "TZ": "x"}, {"LANG": "C", "TZ": "x", "LD_A": "1"})
-    'LD_A'
-    """
-    names = {it for it in {*mine, *theirs} if mine.get(it) != theirs.get(it)}
-    return min(names, key=lambda it: (is_renewable(it), it), default="")
-
-
-def is_renewable(name: str) -> bool:
-    """Whether a server that begins anew, from the proxy's folder, would have it."""
-    return name == SEARCH_PATH or READ_AT_IMPORT.match(name) is not None
+def tracers() -> str:
+    """Return what traces or profiles this process; ``""``: nothing."""
+    found = [sys.gettrace(), sys.getprofile()]
+    # cProfile and coverage are there alone, from Python 3.12 on.
+    if (monitoring := getattr(sys, "monitoring", None)) is not None:
+        found += map(monitoring.get_tool, range(6))
+    return " ".join(str(it) for it in found if it is not None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,7 +106,6 @@ class ProcessState:
         limits: Of each resource its soft and hard limit.
         ignored: Signals that are ignored, and `blocked` those that wait.
         cgroups: Lines of /proc/self/cgroup.
-        line_buffered: Whether stdout, and stderr, are written after each line.
     """
 
     pid: int
@@ -123,7 +122,6 @@ class ProcessState:
     ignored: Sequence[int]
     blocked: Sequence[int]
     cgroups: str
-    line_buffered: Sequence[bool]
 
     @classmethod
     def of_this_process(cls) -> ProcessState:
@@ -139,16 +137,13 @@ class ProcessState:
             folder=os.getcwd(),
             umask=umask,
             descriptors=inherited_files(),
-            limits={str(it): resource.getrlimit(it) for it in _LIMITS},
+            limits={it: resource.getrlimit(getattr(resource, it)) for it in _LIMITS},
             cores=sorted(os.sched_getaffinity(0)),
             nice=os.getpriority(os.PRIO_PROCESS, 0),
             oom_score=_read("/proc/self/oom_score_adj"),
             ignored=[it for it in valid if signal.getsignal(it) == signal.SIG_IGN],
             blocked=list(signal.pthread_sigmask(signal.SIG_BLOCK, ())),
             cgroups=_read("/proc/self/cgroup"),
-            line_buffered=[
-                _stream(it).line_buffering for it in (sys.stdout, sys.stderr)
-            ],
         )
 
     def take(self, received: Sequence[int], keep: socket.socket) -> socket.socket:
@@ -164,18 +159,24 @@ class ProcessState:
         else:
             os.setsid()
         for name, limits in self.limits.items():
-            if resource.getrlimit(int(name)) != tuple(limits):
-                resource.setrlimit(int(name), (limits[0], limits[1]))
+            number = getattr(resource, name)
+            if resource.getrlimit(number) != tuple(limits):
+                with _setting(f"{name} (ulimit) to {limits[0]} and {limits[1]}"):
+                    resource.setrlimit(number, (limits[0], limits[1]))
         if os.getpriority(os.PRIO_PROCESS, 0) != self.nice:
-            os.setpriority(os.PRIO_PROCESS, 0, self.nice)
+            with _setting(f"the priority (nice) to {self.nice}"):
+                os.setpriority(os.PRIO_PROCESS, 0, self.nice)
         if _read("/proc/self/oom_score_adj") != self.oom_score:
-            Path("/proc/self/oom_score_adj").write_text(self.oom_score)
+            with _setting(f"oom_score_adj to {self.oom_score}"):
+                Path("/proc/self/oom_score_adj").write_text(self.oom_score)
         self._enter_cgroups()
-        os.sched_setaffinity(0, self.cores)
-        if sorted(os.sched_getaffinity(0)) != list(self.cores):
-            raise OSError(0, f"not all of the cores {list(self.cores)} may be used")
+        with _setting(f"the cores to {list(self.cores)}"):
+            os.sched_setaffinity(0, self.cores)
+            if sorted(os.sched_getaffinity(0)) != list(self.cores):
+                raise OSError("not all of them may be used")
         os.umask(self.umask)
-        os.chdir(self.folder)
+        with _setting(f"the current folder to {self.folder}"):
+            os.chdir(self.folder)
         # No number that is wanted may be another's, meanwhile.
         above = max(self.descriptors, default=2) + 1
         moved = [fcntl.fcntl(it, fcntl.F_DUPFD_CLOEXEC, above) for it in received]
@@ -203,10 +204,9 @@ class ProcessState:
             file = Path("/sys/fs/cgroup", controllers, path.lstrip("/"), "cgroup.procs")
             with suppress(OSError):
                 file.write_text("0")
-        if _read("/proc/self/cgroup") != self.cgroups and any(
-            map(os.path.exists, ("/dev/nvidiactl", "/dev/kfd", "/dev/dri"))
-        ):
-            raise OSError(0, "it is in another cgroup, and GPUs may be others there")
+        is_another = _read("/proc/self/cgroup") != self.cgroups
+        if is_another and any(map(os.path.exists, GPU_DEVICES)):
+            raise OSError("the fork server is in another cgroup, maybe of other GPUs")
 
     def _set_python(self) -> None:
         import tempfile  # the server has; each proxy begins sooner without
@@ -218,10 +218,8 @@ class ProcessState:
         tempfile.tempdir = None  # as TMPDIR says now
         sys.argv[:], sys.orig_argv[:] = self.argv, self.orig_argv
         importlib.invalidate_caches()  # folders may have been made since
-        for stream, is_line_buffered in zip(
-            (sys.stdout, sys.stderr), self.line_buffered, strict=True
-        ):
-            _stream(stream).reconfigure(line_buffering=is_line_buffered)
+        if hasattr(out := sys.stdout, "reconfigure"):  # else it is closed
+            out.reconfigure(line_buffering=out.isatty() and not out.write_through)
         # Each process begins with seeds of its own; Python's `random` sees to itself.
         numpy, torch = sys.modules.get("numpy"), sys.modules.get("torch")
         if numpy is not None:
@@ -230,8 +228,16 @@ class ProcessState:
             torch.default_generator.seed()
 
 
-def _stream(stream: TextIO) -> TextIOWrapper:
-    return cast("TextIOWrapper", stream)  # as Python makes stdout and stderr
+@contextmanager
+def _setting(what: str) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise OSError(
+            f"the fork server cannot set {what} for this rank: {reason}; start it "
+            "where the ranks start"
+        ) from None
 
 
 def inherited_files() -> list[int]:

@@ -5,7 +5,7 @@ Two sockets are between them. The proxy's connection to the server:
     proxy    a line: what it is, and what it hands on (`process_state`)
     server   a line: nothing more, or why the proxy must begin cold
     proxy    its open files, and the fork's end of the lifeline
-    server   the status of the fork, once that has ended
+    server   a line: the status of the fork, once that has ended
 
 When it closes, the proxy is gone, and the server kills the fork. The lifeline:
 
@@ -21,11 +21,12 @@ import fcntl
 import json
 import os
 import socket
-import struct
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any
 
+from mpitrain.files import make_private_folder
 from mpitrain.launch.env_checks import STATUS_FILE
 
 SOCKET = "MPITRAIN_FORK_SERVER"
@@ -35,7 +36,6 @@ NONE = "none"
 """Its value where each rank shall import by itself."""
 
 GO = b"g"
-STATUS = struct.Struct("i")  # of a fork, as `os.waitpid` returns it
 MAX_FILES = 253  # that a message of a Unix socket may carry (Linux: SCM_MAX_FD)
 
 
@@ -59,7 +59,7 @@ def socket_path(environ: Mapping[str, str]) -> Path:
     name = "fork-server" if status is None else Path(status).parent.name
     # Containers may share a machine's files, and not its name.
     hostname = socket.gethostname().partition(".")[0]
-    return Path(environ.get(SOCKET, private_folder() / f"{name}-{hostname}"))
+    return Path(environ.get(SOCKET) or private_folder() / f"{name}-{hostname}")
 
 
 def private_folder() -> Path:
@@ -72,21 +72,34 @@ def lock_file(path: Path) -> Path:
     return path.with_name(f"{path.name}.lock")
 
 
-def try_lock(path: Path) -> IO[bytes] | None:
-    """Lock the file beside a socket; ``None`` if another process has.
+def try_lock(path: Path, seconds: float = 0.0) -> IO[bytes] | None:
+    """Lock the file beside a socket; ``None`` if another process has it so long.
 
-    The kernel releases it when this process, and its forks that have it, end.
+    The kernel releases it when this process, and its forks that have it, end. A socket
+    that is there is of a server that was killed, and removed.
     """
+    make_private_folder(path.parent)
+    end = time.monotonic() + seconds
     while True:
         file = lock_file(path).open("ab")
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             # A server that ends removes the file: a lock of it would keep nobody away.
             if os.path.samestat(os.fstat(file.fileno()), lock_file(path).stat()):
+                if path.is_socket():
+                    path.unlink(missing_ok=True)
                 return file
         except BlockingIOError:
-            file.close()
-            return None
+            if time.monotonic() >= end:
+                file.close()
+                return None
+            time.sleep(0.1)
         except FileNotFoundError:
             pass
         file.close()
+
+
+def remove_files(path: Path) -> None:
+    """Remove a socket and the file beside it; by the process that has the lock."""
+    path.unlink(missing_ok=True)
+    lock_file(path).unlink(missing_ok=True)

@@ -7,34 +7,34 @@ import resource
 import signal
 import socket
 import sys
+import time
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
-from typing import Any, NoReturn
+from pathlib import Path
+from typing import NoReturn
 
 from mpitrain.console import HELP_FLAGS
 from mpitrain.files import make_private_folder
-from mpitrain.launch.env_checks import forget_parent, launched_rank, was_launched
-from mpitrain.schedulers.signals import had_term
-from mpitrain.warm.process_state import ProcessState, identity
-from mpitrain.warm.protocol import (
-    GO,
-    MAX_FILES,
-    NONE,
-    SOCKET,
-    STATUS,
-    receive_line,
-    send_line,
-    socket_path,
+from mpitrain.launch.env_checks import (
+    forget_parent,
+    launched_label,
+    launched_rank,
+    was_launched,
 )
+from mpitrain.schedulers.signals import had_term
+from mpitrain.warm import protocol
+from mpitrain.warm.process_state import ProcessState, identity
 from mpitrain.watchdog.process import launchers_of
 
 ANSWER_SECONDS = 10.0  # after which a rank begins cold
+CLAIM_SECONDS = 1.0  # while others of a server that has ended see that one rank says so
 COMMANDS = ("train", "run", "sweep")
 NOT_PASSED_ON = {
-    *(signal.SIGKILL, signal.SIGSTOP, signal.SIGCHLD),
+    *(signal.SIGKILL, signal.SIGCHLD),
+    *(signal.SIGSTOP, signal.SIGTSTP, signal.SIGTTIN, signal.SIGTTOU),
     *(signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL),
 }
-"""Signals that end the proxy, and so its fork, or that mean nothing to another."""
+"""Signals that end or stop the proxy, and so its fork, or that concern it alone."""
 
 
 def start_warm() -> None:
@@ -44,79 +44,83 @@ def start_warm() -> None:
     returns in the fork.
     """
     words = sys.argv[1:]
-    path = socket_path(os.environ)
+    path = protocol.socket_path(os.environ)
     if (
         (words and words[0] not in COMMANDS and not words[0].startswith("-"))
         or not HELP_FLAGS.isdisjoint(words)
-        or os.environ.get(SOCKET) == NONE
+        or os.environ.get(protocol.SOCKET) == protocol.NONE
         or not was_launched(os.environ)
         or forget_parent(dict(os.environ))
     ):
-        return
-    if not os.path.exists(path):  # noqa: PTH110 - False, too, where it may not be seen
-        # Not at the top: where a server listens no process of a start needs it.
-        from mpitrain.warm.start_server import NotServed, server_of_start
-
-        try:
-            of_start = server_of_start(os.environ)
-        except NotServed as reason:
-            if str(reason):
-                _say_cold(str(reason))
-            return
-        if of_start is None:  # this is a fork: a rank
-            return
-        path = of_start
+        return None
     # Closed at the end: a fork that is late ends without having begun.
-    with socket.socket(socket.AF_UNIX) as server, ExitStack() as stack:
+    with ExitStack() as stack:
         try:
-            make_private_folder(path.parent)
-            server.settimeout(ANSWER_SECONDS)
-            server.connect(str(path))
-            lifeline, of_fork = map(stack.enter_context, socket.socketpair())
-            lifeline.settimeout(ANSWER_SECONDS)
+            if (server := _connect(path)) is None:
+                # Not at the top: where a server listens no process of a start needs it.
+                from mpitrain.warm.start_server import server_of_start
+
+                of_start = server_of_start(os.environ)
+                if not isinstance(of_start, Path):  # or this is a fork: a rank
+                    return _say_cold(of_start or "")
+                if (server := _connect(path := of_start)) is None:
+                    return _say_cold("the fork server has ended")
+            stack.enter_context(server)
             state = ProcessState.of_this_process()
-            answer = _ask(server, state)
-            if "cold" not in answer:
-                answer = _send_files(server, state, lifeline, of_fork)
+            if (found := len(state.descriptors)) >= (limit := protocol.MAX_FILES):
+                return _say_cold(f"{found} files are open; expected fewer than {limit}")
+            request = {"state": vars(state), "identity": identity()}
+            protocol.send_line(server, request)
+            if not (answer := protocol.receive_line(server)):
+                # Not sooner: in the queue of a server that is stopped the files would
+                # be open for ever, and mpirun would wait for the end of the output.
+                lifeline, of_fork = map(stack.enter_context, socket.socketpair())
+                lifeline.settimeout(ANSWER_SECONDS)
+                with of_fork:
+                    files = [of_fork.fileno(), *state.descriptors]
+                    socket.send_fds(server, [b"f"], files)
+                answer = protocol.receive_line(lifeline)
         except Exception as error:  # nothing has begun yet
             answer = {"cold": f"no answer of the fork server: {error}"}
         if "cold" not in answer:
-            _stand_for(answer["pid"], server, lifeline, state.descriptors)
-    _say_cold(answer["cold"])
+            _stand_for(answer["pid"], path, server, lifeline, state.descriptors)
+    return _say_cold(answer["cold"])
+
+
+def _connect(path: Path) -> socket.socket | None:
+    """Connect to the server; return ``None`` without one."""
+    end = time.monotonic() + ANSWER_SECONDS
+    while os.path.exists(path):  # noqa: PTH110 - False, too, where it may not be seen
+        make_private_folder(path.parent)
+        server = socket.socket(socket.AF_UNIX)
+        server.settimeout(ANSWER_SECONDS)
+        try:
+            server.connect(str(path))
+        except (ConnectionRefusedError, FileNotFoundError):
+            server.close()
+            # It was killed; or it listens in a moment, and has the lock.
+            if (lock := protocol.try_lock(path)) is not None:
+                with lock:
+                    protocol.lock_file(path).unlink()
+            elif time.monotonic() > end:
+                raise
+            time.sleep(0.01)
+        else:
+            return server
+    return None
 
 
 def _say_cold(reason: str) -> None:
-    if launched_rank(os.environ) == 0:
+    if reason and launched_rank(os.environ) == 0:
         print(f"cold start: {reason}", file=sys.stderr, flush=True)
 
 
-def _ask(server: socket.socket, state: ProcessState) -> dict[str, Any]:
-    """Send what this process is; return the answer."""
-    if len(state.descriptors) >= MAX_FILES:
-        found = len(state.descriptors)
-        return {"cold": f"{found} files are open; expected fewer than {MAX_FILES}"}
-    send_line(server, {"state": vars(state), "identity": identity()})
-    return receive_line(server)
-
-
-def _send_files(
-    server: socket.socket,
-    state: ProcessState,
-    lifeline: socket.socket,
-    of_fork: socket.socket,
-) -> dict[str, Any]:
-    """Send the open files, and the fork's end of the lifeline; return its answer.
-
-    Not before the server has answered: in the queue of one that is stopped they would
-    be open for ever, and mpirun would wait for the end of this rank's output.
-    """
-    with of_fork:
-        socket.send_fds(server, [b"f"], [of_fork.fileno(), *state.descriptors])
-    return receive_line(lifeline)
-
-
 def _stand_for(
-    pid: int, server: socket.socket, lifeline: socket.socket, inherited: Sequence[int]
+    pid: int,
+    path: Path,
+    server: socket.socket,
+    lifeline: socket.socket,
+    inherited: Sequence[int],
 ) -> NoReturn:
     """Pass signals on to the fork, and end as it ends."""
     launchers = launchers_of(os.getpid())
@@ -125,29 +129,28 @@ def _stand_for(
         # Where the scheduler signals the fork, too, it would get TERM twice.
         if number != signal.SIGTERM or not had_term(pid, launchers, os.environ):
             with suppress(ProcessLookupError):
-                os.kill(pid, number)
+                # The server has stopped what the fork has started, too.
+                send = os.killpg if number == signal.SIGCONT else os.kill
+                send(pid, number)
 
     for it in signal.valid_signals() - NOT_PASSED_ON:
         if signal.getsignal(it) != signal.SIG_IGN:
             signal.signal(it, pass_on)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
     with suppress(OSError):  # it has ended already; the server tells its status
-        lifeline.sendall(GO)
+        lifeline.sendall(protocol.GO)
     lifeline.close()
     # The launcher sees the end of a rank's files when the fork closes them. Messages
     # of this process need the last one.
     for file in inherited:
-        if file != sys.stderr.fileno():
+        if file != 2:
             os.close(file)
     server.settimeout(None)
-    data = b""
-    with suppress(OSError):
-        data = server.recv(STATUS.size, socket.MSG_WAITALL)
-    if len(data) < STATUS.size:
-        print("the fork server has ended, and its ranks with it", file=sys.stderr)
-        sys.stderr.flush()
+    try:
+        status = protocol.receive_line(server)["status"]
+    except (OSError, ValueError):
+        _say_ended(path)
         os._exit(1)
-    (status,) = STATUS.unpack(data)
     if os.WIFSIGNALED(status):
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # the fork's core is enough
         number = os.WTERMSIG(status)
@@ -155,3 +158,17 @@ def _stand_for(
             signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)
     os._exit(os.waitstatus_to_exitcode(status))
+
+
+def _say_ended(path: Path) -> None:
+    """Say that the server has ended: one of its ranks, which has the lock meanwhile."""
+    with suppress(OSError):
+        if (lock := protocol.try_lock(path)) is not None:
+            text = (
+                f"[{launched_label(os.environ)}] the fork server of this host has "
+                "ended, and its ranks with it. It was killed, by hand or for lack of "
+                f"memory (see dmesg). Start again; {protocol.SOCKET}=none does without"
+            )
+            print(text, file=sys.stderr, flush=True)
+            time.sleep(CLAIM_SECONDS)
+            lock.close()

@@ -8,6 +8,7 @@ import os
 import re
 import signal
 import time
+from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
@@ -75,6 +76,12 @@ def is_gone(pid: int, started: str | None = None) -> bool:
     return status is None or status[0] in "ZX" or started not in (None, status[2])
 
 
+def is_stopped(pid: int) -> bool:
+    """Return whether a process is stopped: Ctrl-Z, or SIGSTOP."""
+    status = status_of(pid)
+    return status is not None and status[0] == "T"
+
+
 def launchers_of(pid: int) -> list[Ancestor]:
     """Return the processes from a rank's parent up to mpirun, or its daemon here.
 
@@ -121,19 +128,24 @@ def ranks_below(pid: int) -> list[int]:
 
     Of each the uppermost process: a wrapper may be above it, and workers below.
     """
-    children: dict[int, list[int]] = {}
-    for entry in Path("/proc").iterdir():
-        with contextlib.suppress(OSError):
-            status = status_of(int(entry.name)) if entry.name.isdecimal() else None
-            if status is not None:
-                children.setdefault(status[1], []).append(int(entry.name))
-    found, below = [], list(children.get(pid, ()))
+    children = _children()
+    found, below = [], list(children[pid])
     while below:
         child = below.pop()
         if _ranks_of(child) and has_signal(child, "SigCgt", signal.SIGTERM):
             found.append(child)
         else:
-            below += children.get(child, ())
+            below += children[child]
+    return found
+
+
+def _children() -> defaultdict[int, list[int]]:
+    """Return the processes of this host by their parents."""
+    found: defaultdict[int, list[int]] = defaultdict(list)
+    for entry in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if (status := status_of(int(entry.name))) is not None:
+                found[status[1]].append(int(entry.name))
     return found
 
 
@@ -177,14 +189,7 @@ class LauncherProcesses:
     @property
     def num_ranks(self) -> int:
         """Processes that it has started on this host and that still run."""
-        if not self._ancestors:
-            return 1
-        found = 0
-        for entry in Path("/proc").iterdir():
-            with contextlib.suppress(OSError):
-                status = status_of(int(entry.name)) if entry.name.isdecimal() else None
-                found += status is not None and status[1] == self._ancestors[-1].pid
-        return found
+        return len(_children()[self._ancestors[-1].pid]) if self._ancestors else 1
 
     def end_if_it_lingers(self, since: float) -> None:
         """End a launcher that does not notice that its rank is gone.
