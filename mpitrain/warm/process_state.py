@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from io import TextIOWrapper
 from pathlib import Path
 
 from mpitrain import __version__
@@ -100,7 +101,6 @@ class ProcessState:
     """What a process has from who started it, and hands on to its fork.
 
     Attributes:
-        pid: Its process id.
         descriptors: Numbers of the open files that it has inherited, such as stdout
             and the connection to Hydra; they are sent beside this.
         limits: Of each resource its soft and hard limit.
@@ -218,7 +218,7 @@ class ProcessState:
         tempfile.tempdir = None  # as TMPDIR says now
         sys.argv[:], sys.orig_argv[:] = self.argv, self.orig_argv
         importlib.invalidate_caches()  # folders may have been made since
-        if hasattr(out := sys.stdout, "reconfigure"):  # else it is closed
+        if isinstance(out := sys.stdout, TextIOWrapper):  # else it is closed
             out.reconfigure(line_buffering=out.isatty() and not out.write_through)
         # Each process begins with seeds of its own; Python's `random` sees to itself.
         numpy, torch = sys.modules.get("numpy"), sys.modules.get("torch")

@@ -87,12 +87,13 @@ def test_a_fork_in_another_session_than_its_proxy_gets_it_once(
 ) -> None:
     """SLURM has signalled it, too; PBS has not."""
     script = write(tmp_path, SAVES_AT_TERM)
-    with fork_server(mpi, tmp_path):
-        server = server_pid(tmp_path)
-        # That of SLURM ends the server, too.
-        for job, words in ((PBS, ()), (PBS, PROGRAM), (SLURM, ())):
-            found = count_of_terms(mpi, tmp_path, job, *words, script, server=server)
-            assert found == "1", (job, words)
+    # That of SLURM ends the server, too; a server is of its own job alone.
+    for job, kinds in ((PBS, ((), PROGRAM)), (SLURM, ((),))):
+        with fork_server(mpi, tmp_path, **job):
+            server = server_pid(tmp_path)
+            for it in kinds:
+                found = count_of_terms(mpi, tmp_path, job, *it, script, server=server)
+                assert found == "1", (job, it)
 
 
 @pytest.mark.parametrize("mpi", ["mpich"], indirect=True)

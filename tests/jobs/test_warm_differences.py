@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import re
 import signal
 import socket
@@ -12,12 +11,15 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from launcher import Mpi, environment, find, survivors, wait_until_gone
 from run_scripts import write
 from test_warm import server_variables, staying_job, warm
+
+from mpitrain.watchdog.process import has_signal
 
 IMPORTS = """
 import os, statistics, xml, yaml, profile, json
@@ -117,7 +119,9 @@ def test_one_server_of_a_person_from_its_start_to_its_end(tmp_path: Path) -> Non
     (own / "statistics.py").touch()
     (own / "json.py").touch()  # torch itself imports it: nobody's own
     with server_of_a_person(mpi, tmp_path) as (server, path):
-        # Who logs out, and Ctrl-Z in its shell.
+        # Who logs out, and Ctrl-Z in its shell. It says that it is ready, and then is.
+        is_ready = partial(has_signal, server.pid, "SigIgn", signal.SIGTSTP)
+        wait_until(is_ready, "Ctrl-Z stops it")
         for number in (signal.SIGHUP, signal.SIGTSTP):
             server.send_signal(number)
         time.sleep(0.3)
@@ -139,18 +143,28 @@ def test_one_server_of_a_person_from_its_start_to_its_end(tmp_path: Path) -> Non
     assert not path.exists() or survivors([server.pid]) == []
 
 
+def check_that_ctrl_z_stops(
+    job: subprocess.Popen[str], forks: list[int], proxies: list[int]
+) -> None:
+    """Open MPI's mpirun sends STOP to its ranks, and CONT."""
+    job.send_signal(signal.SIGTSTP)
+    wait_until(lambda: all(state_of(it) == "T" for it in proxies), "proxies go on")
+    wait_until(lambda: all(state_of(it) == "T" for it in forks), "forks go on")
+    job.send_signal(signal.SIGCONT)
+    wait_until(lambda: all(state_of(it) != "T" for it in forks), "forks stay")
+
+
+def test_ctrl_z_stops_the_forks_of_a_server_of_a_start(tmp_path: Path) -> None:
+    """It is a child of a rank, whose process group mpirun stops."""
+    with staying_job(find("openmpi-5"), tmp_path, of_start=True) as started:
+        check_that_ctrl_z_stops(*started)
+
+
 def check_while_ranks_run(
     mpi: Mpi, folder: Path, server: subprocess.Popen[str], path: Path
 ) -> None:
     with staying_job(mpi, folder) as (job, forks, proxies):
-        # Open MPI's mpirun sends STOP to its ranks, and CONT.
-        mpirun = job.pid
-        os.kill(mpirun, signal.SIGTSTP)
-        wait_until(lambda: all(state_of(it) == "T" for it in proxies), "proxies go on")
-        wait_until(lambda: all(state_of(it) == "T" for it in forks), "forks go on")
-        os.kill(mpirun, signal.SIGCONT)
-        wait_until(lambda: all(state_of(it) != "T" for it in forks), "forks stay")
-
+        check_that_ctrl_z_stops(job, forks, proxies)
         other = request_of_a_rank(mpi, folder, TORCHINDUCTOR_MAX_AUTOTUNE="1")
         text = answer(path, other)
         assert text.startswith("TORCHINDUCTOR_MAX_AUTOTUNE is '1', and None"), text
