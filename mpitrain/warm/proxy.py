@@ -81,8 +81,8 @@ def start_warm() -> None:
                     socket.send_fds(server, [b"f"], files)
                 answer = protocol.receive_line(lifeline)
         except Exception as error:  # nothing has begun yet
-            answer = {"cold": f"no answer of the fork server: {error}"}
-        if server is not None and "cold" not in answer:
+            return _say_cold(f"no answer of the fork server: {error}")
+        if "cold" not in answer:
             _stand_for(answer["pid"], path, server, lifeline, state.descriptors)
     return _say_cold(answer["cold"])
 
