@@ -108,7 +108,7 @@ class ForkServer:
         self._proxies: dict[int, tuple[socket.socket, int]] = {}
         self._own: list[socket.socket | selectors.BaseSelector] = []  # of `serve`
         self._is_ending = False
-        # Variables and folder with which it begins anew without forks, and when.
+        # Variables, folder and time with which it begins anew.
         self._renewal: tuple[dict[str, str], str, float] | None = None
         self._checked_at = 0.0
         self.path = path

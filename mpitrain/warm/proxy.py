@@ -27,7 +27,7 @@ from mpitrain.warm.process_state import ProcessState, identity
 from mpitrain.watchdog.process import launchers_of
 
 ANSWER_SECONDS = 10.0  # after which a rank begins cold
-CLAIM_SECONDS = 1.0  # while others of a server that has ended see that one rank says so
+CLAIM_SECONDS = 2.0  # while others of a server that has ended see that one rank says so
 COMMANDS = ("train", "run", "sweep")
 NOT_PASSED_ON = {
     *(signal.SIGKILL, signal.SIGCHLD),
@@ -163,7 +163,9 @@ def _stand_for(
 def _say_ended(path: Path) -> None:
     """Say that the server has ended: one of its ranks, which has the lock meanwhile."""
     with suppress(OSError):
-        if (lock := protocol.try_lock(path)) is not None:
+        # Its sockets may be closed somewhat before its lock.
+        lock = protocol.try_lock(path, CLAIM_SECONDS / 4)
+        if lock is not None:
             text = (
                 f"[{launched_label(os.environ)}] the fork server of this host has "
                 "ended, and its ranks with it. It was killed, by hand or for lack of "
@@ -171,4 +173,3 @@ def _say_ended(path: Path) -> None:
             )
             print(text, file=sys.stderr, flush=True)
             time.sleep(CLAIM_SECONDS)
-            lock.close()

@@ -60,7 +60,6 @@ def _is_shared(launcher: Ancestor, environ: Mapping[str, str]) -> bool:
     # With a tracer, or in a container of its own, a rank shares with nobody.
     container, of_launcher = "/proc/self/ns/mnt", f"/proc/{launcher.pid}/ns/mnt"
     is_alone = process_state.tracers() or not Path(container).samefile(of_launcher)
-    # The driver of GPUs is not tried.
     if is_alone or any(map(os.path.exists, process_state.GPU_DEVICES)):
         return False
     # With a core each, ranks import at the same time, and gain nothing.
