@@ -234,6 +234,7 @@ class OptimizerWrapper:
         self.may_defer = not self.scale.can_shrink and len(self.names) == 1
         self._has_warned = False
         self._has_stopped: Tensor | None = None  # bool `()`, on the device
+        self._has_averages = False  # whether the model has them now
         averaged = {} if config.ema_decay is None else self._state()
         self.ema_values = {
             name: tensor.detach().clone() for name, tensor in averaged.items()
@@ -292,13 +293,15 @@ class OptimizerWrapper:
     @contextmanager
     def ema_weights(self) -> Iterator[None]:
         """Let the model have the averages, if there are any, in this context."""
-        if not self.ema_values:
+        if not self.ema_values or self._has_averages:  # a callback within a validation
             yield
             return
         self._swap()
+        self._has_averages = True
         try:
             yield
         finally:
+            self._has_averages = False
             self._swap()
 
     @torch.no_grad()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +30,7 @@ class ScheduledOptimizer:
     interval: str = "step"  # or "epoch"
     monitor: str | None = None  # the metric that the scheduler is given
     _rates: Sequence[tuple[Any, Any]] = ()  # of the last step: as set, and as used
+    _has_stepped: bool = False  # the scheduler, in this process
 
     @property
     def local(self) -> Any:
@@ -143,7 +146,21 @@ class ScheduledOptimizer:
                 f"a scheduler monitors {self.monitor!r}, which the validation does not "
                 f"have; found {', '.join(metrics)}"
             ).on_all_ranks()
-        self.scheduler.step(*([metrics[name]] if name else []))  # type: ignore[arg-type]
+        with self._without_order_warning():
+            self.scheduler.step(*([metrics[name]] if name else []))  # type: ignore[arg-type]
+        self._has_stepped = True
+
+    @contextlib.contextmanager
+    def _without_order_warning(self) -> Iterator[None]:
+        """Keep torch from a warning of the user's order, where a step was skipped."""
+        # Only the first time, when torch warns: to leave the context lets Python repeat
+        # all warnings that it has shown once.
+        if self._has_stepped:
+            yield
+            return
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")
+            yield
 
 
 def optimizers_of(made: Any) -> list[ScheduledOptimizer]:

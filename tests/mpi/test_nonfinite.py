@@ -106,6 +106,29 @@ def test_a_step_that_is_no_number_can_be_skipped(
     assert all(it.isfinite().all() for it in trainer.engine.full_state_dict().values())
 
 
+@pytest.mark.filterwarnings("error:Detected call of")
+def test_a_first_step_that_is_skipped_is_no_mistake_of_the_order(world: World) -> None:
+    history = History()
+    model = nn.Linear(64, 10)
+    images, labels = some(NUM_SAMPLES).tensors
+    images = images.flatten(1).double()
+    images[0] = torch.nan
+    trainer = Trainer(
+        model,
+        TensorDataset(images, labels),
+        None,
+        config_of(on_nonfinite="skip", epochs=1),
+        world=world,
+        sampler=lambda *_: range(NUM_SAMPLES),
+        optimizer=lambda it: torch.optim.SGD(it.parameters(), lr=1.0),
+        scheduler=lambda it, _: torch.optim.lr_scheduler.ExponentialLR(it, 0.5),
+        callbacks=[history],
+    )
+    trainer.fit()
+    assert history.epochs[0].skipped_steps == 1
+    assert [it.lr for it in history.steps] == [0.5**n for n in range(5)]
+
+
 def test_the_loss_scale_grows_after_many_good_steps_as_torchs() -> None:
     mine, torchs = LossScale(2, is_used=True), torch.amp.GradScaler("cpu")
     first = mine.value

@@ -17,6 +17,7 @@ from torch.utils.data import TensorDataset
 from mpitrain.errors import UsageError
 from mpitrain.mpi.world import World
 from mpitrain.tasks.image_classification import mixing
+from mpitrain.train.callbacks import Callback
 from mpitrain.train.trainer import Trainer
 
 pytestmark = pytest.mark.mpi
@@ -157,6 +158,38 @@ def test_the_average_of_the_weights_is_what_is_judged_and_saved(
     if world.rank == 0:
         for name, value in averages[0].state_dict().items():
             torch.testing.assert_close(state[name], value, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("strategy", ["auto", "fsdp"])
+def test_a_hook_of_a_validation_finds_the_average_too(
+    world: World, strategy: str
+) -> None:
+    class Asks(Callback):
+        def __init__(self) -> None:
+            self.states: list[Any] = []
+
+        def on_validation_batch_end(self, trainer: Trainer) -> None:
+            self.states.append(trainer.state_dict())
+            trainer.evaluate()
+
+        def on_validation_end(self, trainer: Trainer, epoch: Any) -> None:
+            self.states.append(trainer.state_dict())
+
+    asks = Asks()
+    trainer = Trainer(
+        Net(),
+        some(40),
+        some(13, "val"),
+        config_of(ema_decay=0.9, epochs=1, strategy=strategy),
+        world=world,
+        callbacks=[asks],
+    )
+    found = trainer.fit()
+    assert trainer.evaluate().loss == found.loss
+    if world.is_rank_zero:
+        *others, expected = asks.states
+        for name, value in expected.items():
+            assert all(torch.equal(it[name], value) for it in others), name
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
