@@ -13,7 +13,7 @@ from mpitrain.config import NumWorkers
 from mpitrain.data.in_memory import InMemory
 from mpitrain.data.iterable import IterableStyle
 from mpitrain.data.map_style import GETTERS, PAIR, MapStyle
-from mpitrain.data.samples import CollateFn, digest
+from mpitrain.data.samples import CollateFn, sample_digest
 from mpitrain.data.workers import start_method
 from mpitrain.errors import DataError
 from mpitrain.mpi.shared_arrays import Communicator
@@ -74,7 +74,7 @@ def build_samples(
         if not stream.has_shards:
             _warn_if_random(stream, what, world, ranks)
             ranks.check_equal(
-                digest(stream.example()[:2]),
+                sample_digest(stream.example()[:2]),
                 f"the first sample of {what}",
                 "Expected the same stream on every rank: mpitrain shards it, so it "
                 "must not shard itself. Or give it a method shard(num_shards, index) "
@@ -115,7 +115,7 @@ def build_samples(
     if isinstance(samples, MapStyle) and _warn_if_random(samples, what, world, ranks):
         return samples  # it may differ between ranks
     ranks.check_equal(
-        digest(samples.example()[:2]),
+        sample_digest(samples.example()[:2]),
         f"the first sample of {what}",
         "Expected the same data on every rank: mpitrain shards it. Seed what is random "
         "in making it (torch.manual_seed)",
@@ -128,7 +128,7 @@ def _warn_if_random(
 ) -> bool:
     """Whether a sample differs when read again, on any rank; collective."""
     first, again = samples.example(), samples.reread_example()
-    found = any(ranks.allgather(digest(again[:2]) != digest(first[:2])))
+    found = any(ranks.allgather(sample_digest(again[:2]) != sample_digest(first[:2])))
     if found and world.is_rank_zero:
         logger.warning(
             "the first sample of %s differs when it is read again, so results depend "

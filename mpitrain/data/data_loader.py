@@ -57,7 +57,7 @@ class DataLoader:
 
     Attributes:
         epoch: Of the next or present batches, from 1. It increases when one is read to
-            its end.
+            its end, not at a ``break``, after which it begins anew.
         step: Global batches of the epoch that were yielded to their end.
         sync_gradients: Whether the last batch that was yielded ends its global batch.
         num_samples: Samples of its global batch, over all ranks.
@@ -103,6 +103,7 @@ class DataLoader:
         self._shuffle, self._seed = shuffle, seed
         self._order = [seed, shuffle, global_batch_size, self._samples.num_samples]
         self.epoch, self.step = 1, 0
+        self._first_step = 0  # of the next iteration
         self.sync_gradients, self.num_samples = False, 0
         self.indices = np.zeros(0, np.int64)
 
@@ -115,15 +116,17 @@ class DataLoader:
     def set_epoch(self, epoch: int) -> None:
         """Begin an epoch, from 1; in the present one its step stays; local."""
         if epoch != self.epoch:
-            self.epoch, self.step = epoch, 0
+            self.epoch, self.step, self._first_step = epoch, 0, 0
 
     def __iter__(self) -> Iterator[tuple[Any, Tensor]]:
-        """Yield the batches that are left of the epoch, and the weights of their rows.
+        """Yield the batches of the epoch, and the weights of their rows.
 
-        Weights are float64 `(rows,)`, on this rank's device as the batches: ranks /
-        samples of the global batch; 0: padding.
+        All of them, also after a ``break``; after `load_state_dict` those that are
+        left. Weights are float64 `(rows,)`, on this rank's device as the batches:
+        ranks / samples of the global batch; 0: padding.
         """
         samples, world, epoch = self._samples, self._world, self.epoch
+        self.step, self._first_step = self._first_step, 0
         order = None
         if samples.num_samples is not None and self._shuffle:
             order = samples.order(self._seed, epoch)
@@ -170,6 +173,7 @@ class DataLoader:
                 f"{self._order}; expected the same"
             ).on_all_ranks()
         self.epoch, self.step = state["epoch"], state["step"]
+        self._first_step = self.step
 
     def _content(self, batch: Batch) -> Any:
         if self._has_collate_fn:

@@ -16,13 +16,11 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
-import torch
 from torch.utils.data import IterableDataset, default_collate, get_worker_info
 
 from mpitrain.data.map_style import PADDING, Collate, CollatedSamples, Key, raise_if_bad
 from mpitrain.data.randomness import sample_seed, seed_all, seeded
-from mpitrain.data.samples import CollateFn, LoadedBatch, digest, leaves_of
+from mpitrain.data.samples import CollateFn, LoadedBatch, sample_digest
 from mpitrain.data.sharding import Indices, RankShard, StreamPlace
 from mpitrain.data.workers import (
     StartMethod,
@@ -39,8 +37,6 @@ STATE_METHODS = ("state_dict", "load_state_dict"), ("get_state", "set_state")
 """Of a stream that knows its place, or of its iterator: torchdata's and Grain's."""
 
 _END = object()
-
-PLAIN = (str, bytes, int, float, np.generic)
 
 
 class IterableStyle(CollatedSamples):
@@ -150,7 +146,7 @@ class _WorkerBatches(IterableDataset[LoadedBatch]):
                 before = None if batch else shard.state()
                 more = list(itertools.islice(shard, len(indices) - len(batch)))
                 if before is not None and more:
-                    place = shard.index, StreamPlace(*before, _digest(more[0][1]))
+                    place = shard.index, StreamPlace(*before, sample_digest(more[0][1]))
                 batch += more
                 if len(batch) < len(indices):
                     shard = next(shards, None)
@@ -213,7 +209,7 @@ class _Numbered:
         seed_all(sample_seed(self._worker.seed, self._worker.epoch, number))
         sample = next(self._source, _END)
         expected, self._expected = self._expected, ""
-        if expected and (sample is _END or _digest(sample) != expected):
+        if expected and (sample is _END or sample_digest(sample) != expected):
             if self._owner is None:
                 raise DataError(
                     f"{type(self._dataset).__name__} has other samples than before, "
@@ -265,21 +261,6 @@ def _state_methods(*streams: Any) -> tuple[Any, str, str]:
         if callable(getattr(stream, get, None)) and hasattr(stream, load):
             return stream, get, load
     return None, "", ""
-
-
-def _digest(sample: Any) -> str:
-    """Return a text that is equal for equal samples; other objects do not count."""
-    plain: list[Any] = []
-    for leaf in leaves_of(sample):
-        if isinstance(leaf, PLAIN):
-            plain.append(leaf)
-        elif isinstance(leaf, np.ndarray):
-            # All of it: repr() leaves out the middle of an array of over 1000 numbers.
-            # Of objects tobytes() would be their addresses.
-            values = leaf.tolist() if leaf.dtype.hasobject else leaf.tobytes()
-            plain.append((leaf.dtype.str, leaf.shape, values))
-    text = bytearray(repr(plain).encode())
-    return digest([sample, torch.frombuffer(text, dtype=torch.uint8)])
 
 
 def _identity(loaded: Any) -> Any:

@@ -87,6 +87,7 @@ class BatchLoader:
     ) -> None:
         self.samples = samples
         self.skipped: list[str] = []
+        self.has_warned = False  # of an evaluation that may have no end
         self.num_shards = 0
         self.samples_per_shard: Counter[int] = Counter()
         self.places: dict[int, StreamPlace] = {}

@@ -23,6 +23,8 @@ PARTS = ("train", "val", "test")  # the parts of a data set; ``test`` may be mis
 
 Array = npt.NDArray[Any]
 
+PLAIN = (str, bytes, int, float, np.generic)
+
 
 class LoadedBatch(NamedTuple):
     """The samples of one batch, as read; a tuple, so that torch pins its tensors."""
@@ -145,6 +147,24 @@ def digest(tree: Any) -> str:
         raw = leaf.cpu().reshape(-1).contiguous().view(torch.uint8)
         found.update(raw.numpy().tobytes())
     return found.hexdigest()[:16]
+
+
+def sample_digest(sample: Any) -> str:
+    """Return a text that is equal for equal samples; other objects do not count.
+
+    Texts, numbers and arrays count as tensors do. Streams have it in checkpoints.
+    """
+    plain: list[Any] = []
+    for leaf in leaves_of(sample):
+        if isinstance(leaf, PLAIN):
+            plain.append(leaf)
+        elif isinstance(leaf, np.ndarray):
+            # All of it: repr() leaves out the middle of an array of over 1000 numbers.
+            # Of objects tobytes() would be their addresses.
+            values = leaf.tolist() if leaf.dtype.hasobject else leaf.tobytes()
+            plain.append((leaf.dtype.str, leaf.shape, values))
+    text = bytearray(repr(plain).encode())
+    return digest([sample, torch.frombuffer(text, dtype=torch.uint8)])
 
 
 def dense_parts(tensor: Tensor) -> list[Tensor]:

@@ -11,14 +11,14 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from mpitrain.data.loader import Batch, BatchLoader
+from mpitrain.data.loader import Batch, BatchLoader, RankStep
 from mpitrain.data.samples import BadRow, map_tensors
 from mpitrain.data.sharding import RankShard
 from mpitrain.errors import DataError, UsageError
@@ -31,6 +31,8 @@ from mpitrain.train.metrics import best_metric, knows_best, mean
 from mpitrain.train.step_metrics import sum_over_ranks
 
 logger = logging.getLogger("mpitrain")
+
+ENDLESS_BATCHES = 10_000  # of an evaluation of an iterable set, then a warning
 
 ValidationStep = Callable[[Model, Batch], Mapping[str, Any]]
 """`Task.validation_step`."""
@@ -164,6 +166,25 @@ def validate_once(trainer: Any, *, is_epoch_end: bool) -> None:
     trainer.call("on_validation_end", metrics)
 
 
+def steps_of_evaluation(
+    loader: BatchLoader, rank_shard: RankShard
+) -> Iterator[RankStep]:
+    """Yield the steps of an evaluation; say so if it may never end. Collective."""
+    is_stream = rank_shard.order is None
+    for step in loader.steps(rank_shard, epoch=0):
+        is_long = (step.number + 1) * rank_shard.world_size >= ENDLESS_BATCHES
+        if is_stream and is_long and not loader.has_warned:
+            loader.has_warned = True
+            if rank_shard.rank == 0:
+                logger.warning(
+                    "an evaluation has had %d batches; that of an iterable data set "
+                    "without an end does not end. Expected a set that ends, such as "
+                    "by itertools.islice in its __iter__",
+                    ENDLESS_BATCHES,
+                )
+        yield step
+
+
 @torch.no_grad()
 def evaluate(
     model: Model,
@@ -186,7 +207,7 @@ def evaluate(
     numbers: list[int] = []  # of the batches with samples on this rank
     rows: list[Tensor] = []  # their sums of each metric, of weights, and their sizes
     num_batches = 0
-    for step in loader.steps(rank_shard, epoch=0):
+    for step in steps_of_evaluation(loader, rank_shard):
         number = step.number * rank_shard.world_size + rank_shard.rank
         num_batches = (step.number + 1) * rank_shard.world_size
         for batch in step.micro_batches:

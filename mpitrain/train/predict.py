@@ -15,6 +15,7 @@ from mpitrain.data.sharding import Indices, RankShard
 from mpitrain.errors import DataError
 from mpitrain.launch.job import heartbeat
 from mpitrain.mpi.shared_arrays import Communicator
+from mpitrain.train.evaluate import steps_of_evaluation
 
 logger = logging.getLogger("mpitrain")
 
@@ -38,7 +39,7 @@ def predict(
     """
     found: dict[int, Any] = {}
     num_samples = 0  # of this rank
-    for step in loader.steps(rank_shard, epoch=0):
+    for step in steps_of_evaluation(loader, rank_shard):
         number = step.number * rank_shard.world_size + rank_shard.rank
         for batch in step.micro_batches:
             heartbeat("prediction")

@@ -424,6 +424,20 @@ def test_a_loader_yields_each_sample_once_and_resumes_at_a_step(
         DataLoader(data, 4, shuffle=False).load_state_dict(loader.state_dict())
 
 
+def test_a_loader_that_was_left_begins_its_epoch_anew(ranks: Communicator) -> None:
+    """As torch's: a validation with a limit has the same batches each time."""
+    loader = DataLoader(torch.arange(7.0), 3, shuffle=False)
+    steps = [[0.0, 1.0, 2.0], [3.0, 4.0, 5.0], [6.0]]
+    for _ in range(2):
+        next(iter(loader))
+        assert (loader.epoch, loader.step) == (1, 1)
+    state = loader.state_dict()
+    assert seen_by_all(loader, ranks) == steps
+    loader.load_state_dict(state)
+    assert seen_by_all(loader, ranks) == steps[1:]
+    assert seen_by_all(loader, ranks) == steps  # not once more behind that step
+
+
 def test_what_does_not_fit_is_refused_by_name_on_all_ranks(
     world: World, ranks: Communicator, run_dir: Path
 ) -> None:

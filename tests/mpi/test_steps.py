@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.utils.data import IterableDataset
 
 import mpitrain.train.data
+import mpitrain.train.evaluate
 from mpitrain import Checkpointer, EarlyStopping, Recorder, Trainer, UsageError, World
 from mpitrain.data.sharding import epoch_order
 from mpitrain.errors import DataError, Stopped
@@ -192,6 +193,24 @@ def test_a_stream_without_end_is_warned_of(
     caplog.clear()
     trainer_of(world, data=Endless())[0].fit()
     assert not caplog.messages
+
+
+def test_an_evaluation_that_may_have_no_end_is_warned_of_once(
+    world: World, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Long(IterableDataset[Any]):
+        def __iter__(self) -> Iterator[Any]:
+            return itertools.islice(Endless(), 1000)
+
+    monkeypatch.setattr(mpitrain.train.evaluate, "ENDLESS_BATCHES", 2)
+    data, config = some(BATCH_SIZE), config_of(epochs=2)
+    trainer = Trainer(Net(), data, Long(), config, world=world)
+    trainer.fit()
+    assert len(caplog.messages) == world.is_rank_zero
+    assert all("an evaluation has had 2 batches" in it for it in caplog.messages)
+    caplog.clear()
+    trainer.predict(Long())
+    assert len(caplog.messages) == world.is_rank_zero
 
 
 def test_warmup_epochs_of_a_stream_are_refused(world: World) -> None:

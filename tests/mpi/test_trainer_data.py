@@ -260,6 +260,34 @@ def test_data_that_differ_between_ranks_are_refused(world: World) -> None:
         trained(world, data=own)
 
 
+class Texts(Dataset[dict[str, Any]]):
+    """Samples whose texts alone are others on another rank."""
+
+    def __init__(self, rank: int, kind: Any) -> None:
+        self.rank, self.kind = rank, kind
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> Any:
+        return {"inputs": torch.zeros(64), "text": self.kind(self.rank + index)}
+
+
+@pytest.mark.parametrize("kind", [str, lambda it: np.array([str(it)], object)])
+def test_samples_of_which_the_texts_differ_between_ranks_are_refused(
+    world: World, kind: Any
+) -> None:
+    if world.world_size == 1:
+        return
+    trainer = Trainer(
+        Net(), Texts(world.rank, kind), None, config_of(), world=world, collate_fn=list
+    )
+    with pytest.raises(
+        DataError, match="the first sample of the training data differs"
+    ):
+        trainer.fit()
+
+
 @pytest.mark.parametrize("which", [0, 1, 2])
 def test_a_loader_is_refused_before_the_first_step(world: World, which: int) -> None:
     sets: list[Any] = [some(16), some(8, "val"), some(8, "val")]
