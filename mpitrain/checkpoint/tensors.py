@@ -27,11 +27,14 @@ from torch import Tensor, nn
 
 from mpitrain.checkpoint.format import check_json
 from mpitrain.checkpoint.storage import CheckpointReader
+from mpitrain.console import say
 from mpitrain.data.randomness import rank_seed
 from mpitrain.errors import UsageError
 from mpitrain.mpi.world import World
 from mpitrain.train.engine import Engine
+from mpitrain.train.metrics import TrainState
 from mpitrain.train.optimizer import OptimizerWrapper
+from mpitrain.train.scheduled_optimizers import ScheduledOptimizer
 
 MODEL, OPTIMIZER, EMA, RANDOM = "model/", "optimizer/", "average/", "random/"
 OBJECTS = "objects/"
@@ -290,31 +293,14 @@ def _members(value: Any) -> Iterable[Any]:
     return value if isinstance(value, list | tuple) else (value,)
 
 
-def plain_param_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """Return the numbers of an optimizer's groups, such as the learning rate."""
-    kinds = (bool, int, float, str, tuple)
-    return [
-        {
-            key: value.item() if isinstance(value, Tensor) else value
-            for key, value in group.items()
-            if isinstance(value, kinds) or getattr(value, "shape", None) == ()
-        }
-        for group in optimizer.param_groups
-    ]
-
-
 def load_param_groups(
     optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]
 ) -> None:
-    """Set what `plain_param_groups` returned."""
+    """Set what `ScheduledOptimizer.plain_groups` returned, or a part of it."""
     for group, saved in zip(optimizer.param_groups, groups, strict=True):
         for key, value in saved.items():
-            if key in KERNELS:
-                continue
-            if isinstance(group.get(key), Tensor):
-                group[key].fill_(value)
-            else:
-                group[key] = tuple(value) if isinstance(value, list) else value
+            if key not in KERNELS:
+                _set_number(group, key, value)
 
 
 def schedules_to_save(optimizer: OptimizerWrapper) -> dict[str, Any]:
@@ -326,15 +312,23 @@ def schedules_to_save(optimizer: OptimizerWrapper) -> dict[str, Any]:
             {} if it.scheduler is None else _with_text_keys(it.scheduler.state_dict())
         )
         check_json(state, f"the state of {type(it.scheduler).__name__}")
-        groups = plain_param_groups(it.optimizer) if optimizer.form or state else []
-        states.append({"groups": groups, "scheduler": state})
-    return {"form": optimizer.form or optimizer.config.optimizer, "states": states}
+        has_groups = bool(optimizer.form or state)
+        states.append(
+            {
+                "groups": it.plain_groups() if has_groups else [],
+                "first_groups": it.first_groups if has_groups else [],
+                "scheduler": state,
+            }
+        )
+    form = optimizer.form or optimizer.config.optimizer
+    return {"form": form, "states": states, "num_steps": optimizer.num_steps}
 
 
 def load_stage(reader: CheckpointReader, engine: Engine, *, is_own: bool) -> None:
     """Load the averages, loss scale and optimizers of a stage, if it is the same.
 
-    Of another run, ``is_own`` false, the optimizers if they are alike.
+    Of another run, ``is_own`` false, the optimizers if they are alike. Then what the
+    script has set in their groups stays, and its schedulers are placed here.
     """
     found, stage = reader.metadata["trainer"], engine.stage
     if (found["stage"], found.get("trainable")) != (stage.name, stage.trainable):
@@ -347,25 +341,92 @@ def load_stage(reader: CheckpointReader, engine: Engine, *, is_own: bool) -> Non
         "form": found["config"]["optimizer"],
         "states": [{"groups": [], "scheduler": {}}],
     }
+    state = TrainState(**found["state"])
+    optimizer.num_steps = saved.get("num_steps", state.step)
     form = optimizer.form or optimizer.config.optimizer
-    if saved["form"] != form:
-        if is_own:
-            raise UsageError(
-                f"{reader.checkpoint.path} was written with other optimizers: "
-                f"{saved['form']}; found {form}. Expected the same, or another run "
-                "folder"
-            ).on_all_ranks()
-        return
+    is_alike = saved["form"] == form
+    if is_own and not is_alike:
+        raise UsageError(
+            f"{reader.checkpoint.path} was written with other optimizers: "
+            f"{saved['form']}; found {form}. Expected the same, or another run folder"
+        ).on_all_ranks()
+    states = saved["states"] if is_alike else [None] * len(optimizer.optimizers)
     trained = engine.strategy.model.named_parameters()
     named = [(prefix + name, weight) for name, weight in trained]
-    for it in optimizer.optimizers:
+    for it in optimizer.optimizers if is_alike else ():
         load_states(reader, named, it.local)
-    for it, state in zip(optimizer.optimizers, saved["states"], strict=True):
-        if it.scheduler is not None and state["scheduler"]:
-            fresh = it.scheduler.state_dict()
-            it.scheduler.load_state_dict(_like(fresh, state["scheduler"]))
-        if state["groups"] and (optimizer.form or it.scheduler):
-            load_param_groups(it.optimizer, state["groups"])
+    steps_done = engine.plan.steps_done(stage, state)
+    if steps_done is None:
+        steps_done = optimizer.num_steps
+    epochs_done = max(0, state.epoch - stage.first_epoch)
+    for it, of_one in zip(optimizer.optimizers, states, strict=True):
+        if is_own:
+            _load_schedule(it, of_one, has_groups=bool(optimizer.form or it.scheduler))
+            continue
+        num = steps_done if it.interval == "step" else epochs_done
+        it.place_scheduler(num, reader.checkpoint.path)
+        if of_one is not None and of_one["groups"]:
+            changed = _take_progress(it, of_one)
+            # Of the configured one the configuration tells.
+            if changed and optimizer.form and engine.world.is_rank_zero:
+                say(f"changed since then: {', '.join(changed)} of {it.kind}")
+
+
+def _load_schedule(
+    it: ScheduledOptimizer, saved: Mapping[str, Any], *, has_groups: bool
+) -> None:
+    if it.scheduler is not None and saved["scheduler"]:
+        fresh = it.scheduler.state_dict()
+        it.scheduler.load_state_dict(_like(fresh, saved["scheduler"]))
+    if saved["groups"] and has_groups:
+        load_param_groups(it.optimizer, saved["groups"])
+    it.first_groups = saved.get("first_groups") or it.first_groups
+
+
+def _take_progress(it: ScheduledOptimizer, saved: Mapping[str, Any]) -> list[str]:
+    """Let a new run's groups have what the run before has counted in them.
+
+    That is what its script has set as that of the run before, the run before has
+    changed, and the scheduler does not set. Return what the script has set otherwise.
+    """
+    firsts = saved.get("first_groups") or saved["groups"]  # not in older checkpoints
+    changed: list[str] = []
+    for number, (group, mine, now, first, last) in enumerate(
+        zip(
+            it.optimizer.param_groups,
+            it.first_groups,
+            it.plain_groups(),
+            firsts,
+            saved["groups"],
+            strict=True,
+        )
+    ):
+        for key in mine.keys() & last.keys() - {*KERNELS, "initial_lr"}:
+            # The rate at the begin; JSON has lists for tuples.
+            name = "initial_lr" if key == "lr" and "initial_lr" in first else key
+            before, value = _as_tuple(first.get(name)), mine.get(name, mine[key])
+            if value != before:
+                where = f" of group {number}" * (len(firsts) > 1)
+                changed.append(f"{key}{where}: {before} -> {value}")
+            elif key != "lr" and now[key] == value:
+                _set_number(group, key, last[key])
+        if it.monitor is not None and "num_bad_epochs" in saved["scheduler"]:
+            # What a metric has reduced no number of steps can tell.
+            share = last["lr"] / first["lr"] if first["lr"] else 1.0
+            _set_number(group, "lr", now["lr"] * share)
+    return sorted(changed)
+
+
+def _as_tuple(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _set_number(group: dict[str, Any], key: str, value: Any) -> None:
+    # In place: a fused or compiled step reads the tensor that it was given.
+    if isinstance(group.get(key), Tensor):
+        group[key].fill_(value)
+    else:
+        group[key] = _as_tuple(value)
 
 
 def _with_text_keys(value: Any) -> Any:

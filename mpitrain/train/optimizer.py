@@ -218,6 +218,9 @@ class OptimizerWrapper:
                 "unless these functions read them",
                 ", ".join(sorted(names)),
             )
+        for it in self.optimizers:
+            it.first_groups = it.plain_groups()
+        self.num_steps = 0  # of the stage
         self.names = list(dict.fromkeys(it.name for it in self.optimizers))
         averaged_over = strategy.world.world_size if strategy.averages_gradients else 1
         self.scale = LossScale(averaged_over, is_used=config.precision == "fp16")
@@ -427,6 +430,7 @@ class OptimizerWrapper:
     def end_step(self) -> list[float]:
         """Step the schedulers of steps; return the learning rates before."""
         lrs = [float(group["lr"]) for group in self.param_groups]
+        self.num_steps += 1
         for it in self.optimizers:
             it.end_step()
         return lrs

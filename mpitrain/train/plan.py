@@ -99,6 +99,13 @@ class Plan:
         steps = self.steps_per_epoch
         return None if steps is None else steps * stage.epochs
 
+    def steps_done(self, stage: Stage, state: TrainState) -> int | None:
+        """Return how many steps of a stage are done; ``None``: unknown."""
+        if self.max_steps is not None:
+            return state.step
+        steps, epochs_done = self.steps_per_epoch, state.epoch - stage.first_epoch
+        return None if steps is None else epochs_done * steps + state.epoch_step
+
     def learning_rate(
         self, stage: Stage, state: TrainState, step: int, peak: float | None = None
     ) -> float:

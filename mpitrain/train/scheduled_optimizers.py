@@ -6,7 +6,7 @@ import contextlib
 import hashlib
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
@@ -30,6 +30,8 @@ class ScheduledOptimizer:
     interval: str = "step"  # or "epoch"
     monitor: str | None = None  # the metric that the scheduler is given
     _rates: Sequence[tuple[Any, Any]] = ()  # of the last step: as set, and as used
+    first_groups: list[dict[str, Any]] = field(default_factory=list)
+    """`plain_groups` at the start of the stage, with the scheduler's first rates."""
     _has_stepped: bool = False  # the scheduler, in this process
 
     @property
@@ -146,16 +148,50 @@ class ScheduledOptimizer:
                 f"a scheduler monitors {self.monitor!r}, which the validation does not "
                 f"have; found {', '.join(metrics)}"
             ).on_all_ranks()
-        with self._without_order_warning():
+        with self._without_order_warning(is_due=not self._has_stepped):
             self.scheduler.step(*([metrics[name]] if name else []))  # type: ignore[arg-type]
         self._has_stepped = True
 
+    def plain_groups(self) -> list[dict[str, Any]]:
+        """Return the numbers of the groups, such as the learning rate."""
+        kinds = (bool, int, float, str, tuple)
+        return [
+            {
+                key: value.item() if isinstance(value, Tensor) else value
+                for key, value in group.items()
+                if isinstance(value, kinds) or getattr(value, "shape", None) == ()
+            }
+            for group in self.optimizer.param_groups
+        ]
+
+    def place_scheduler(self, num: int, path: object) -> None:
+        """Step a new run's scheduler as often as the training until here has.
+
+        The lengths and rates are the new run's, which a state of the run before would
+        replace. ``path`` is the checkpoint's.
+        """
+        if self.scheduler is None or self.monitor is not None:
+            return
+        with self._without_order_warning(is_due=True):
+            for done in range(num):
+                try:
+                    self.scheduler.step()
+                except Exception as error:
+                    kind = type(self.scheduler).__name__
+                    raise UsageError(
+                        f"{path} was written after {num} {self.interval}s, and "
+                        f"scheduler= made {kind}, which ends after {done}: {error}. "
+                        "Expected one for all steps of this run, with those before: "
+                        "total_steps counts them, too"
+                    ).on_all_ranks() from error
+        self._has_stepped = num > 0
+
     @contextlib.contextmanager
-    def _without_order_warning(self) -> Iterator[None]:
+    def _without_order_warning(self, *, is_due: bool) -> Iterator[None]:
         """Keep torch from a warning of the user's order, where a step was skipped."""
         # Only the first time, when torch warns: to leave the context lets Python repeat
         # all warnings that it has shown once.
-        if self._has_stepped:
+        if not is_due:
             yield
             return
         with warnings.catch_warnings():

@@ -903,3 +903,105 @@ def test_only_steps_that_may_draw_are_seeded() -> None:
     assert ScheduledOptimizer(name="", optimizer=plain).may_draw
     other = Langevin(weights, lr=0.1)
     assert ScheduledOptimizer(name="", optimizer=other).may_draw
+
+
+# --- a new run from another's checkpoint ----------------------------------------------
+
+LENGTHS: dict[str, Any] = {
+    "cosine": lambda it, num: lr_scheduler.CosineAnnealingLR(it, num),
+    "one cycle": lambda it, num: lr_scheduler.OneCycleLR(it, 0.1, total_steps=num),
+    "polynomial": lambda it, num: lr_scheduler.PolynomialLR(it, num),
+    "lambda": lambda it, num: lr_scheduler.LambdaLR(it, lambda step: 1 - step / num),
+    "by epoch": lambda it, _: {
+        "scheduler": lr_scheduler.MultiStepLR(it, [1, 3]),
+        "interval": "epoch",
+    },
+}
+
+
+def continued(
+    world: World, run_dir: Path, first: Any, second: Any, **settings: Any
+) -> History:
+    """Two epochs as one run, two more as another; the history of the other."""
+    trained(world, {}, callbacks=[Checkpointer(run_dir / "a")], **first)
+    resume = str(run_dir / "a")
+    history, _ = trained(
+        world,
+        {"epochs": 4, **settings},
+        callbacks=[Checkpointer(run_dir / "b", resume=resume)],
+        **second,
+    )
+    return history
+
+
+@pytest.mark.parametrize("name", LENGTHS)
+def test_a_new_run_has_its_own_schedule_from_its_place_on(
+    world: World, run_dir: Path, name: str
+) -> None:
+    kinds = {"optimizer": sgd, "scheduler": LENGTHS[name]}
+    found = continued(world, run_dir, kinds, kinds)
+    whole, _ = trained(world, {"epochs": 4}, **kinds)
+    assert [it.lr for it in found.steps] == [it.lr for it in whole.steps[6:]]
+
+
+def sgd(model: nn.Module) -> Any:
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def test_a_new_run_takes_the_rates_and_settings_of_its_script(
+    world: World, run_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seen: list[dict[str, Any]] = []
+
+    class Sees(Callback):
+        def on_step_end(self, trainer: Any) -> None:
+            (group,) = trainer.engine.optimizer.param_groups
+            seen.append({**group})
+
+    def made(**options: Any) -> Any:
+        return {"optimizer": lambda it: torch.optim.AdamW(it.parameters(), **options)}
+
+    first, second = made(lr=0.1, weight_decay=0.5), made(lr=0.001, weight_decay=0.0)
+    trained(world, {}, callbacks=[Checkpointer(run_dir / "a")], **first)
+    saves = Checkpointer(run_dir / "b", resume=str(run_dir / "a"))
+    trained(world, {"epochs": 4}, callbacks=[Sees(), saves], **second)
+    assert {(it["lr"], it["weight_decay"]) for it in seen} == {(0.001, 0.0)}
+    said = capsys.readouterr().out
+    words = "changed since then: lr: 0.1 -> 0.001, weight_decay: 0.5 -> 0.0 of AdamW"
+    assert (words in said) == world.is_rank_zero
+
+
+def test_a_new_run_goes_on_counting_what_an_optimizer_counts_in_its_groups(
+    world: World, run_dir: Path
+) -> None:
+    kinds: dict[str, Any] = {"optimizer": momentum}
+    found = continued(world, run_dir, kinds, kinds)
+    whole, _ = trained(world, {"epochs": 4}, **kinds)
+    assert [it.loss for it in found.steps] == [it.loss for it in whole.steps[6:]]
+
+
+def test_a_new_run_keeps_what_a_metric_has_reduced(world: World, run_dir: Path) -> None:
+    def reduces(optimizer: Any, _: int | None) -> Any:
+        return lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, threshold=1e9)
+
+    def slower(model: nn.Module) -> Any:
+        return torch.optim.SGD(model.parameters(), lr=0.02)
+
+    first = {"optimizer": sgd, "scheduler": reduces}
+    second = {"optimizer": slower, "scheduler": reduces}
+    found = continued(world, run_dir, first, second)
+    assert found.steps[0].lr == pytest.approx(0.02 * 0.1**2)  # in two epochs
+
+
+def test_a_schedule_that_ends_before_a_new_run_begins_is_named(
+    world: World, run_dir: Path
+) -> None:
+    first = {"optimizer": sgd, "scheduler": LENGTHS["one cycle"]}
+    short = {
+        "optimizer": sgd,
+        "scheduler": lambda it, _: lr_scheduler.OneCycleLR(it, 0.1, total_steps=4),
+    }
+    with pytest.raises(
+        UsageError, match=r"after 6 steps, and scheduler= made OneCycleLR, .* after 4:"
+    ):
+        continued(world, run_dir, first, short)
