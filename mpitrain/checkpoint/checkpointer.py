@@ -36,7 +36,7 @@ from mpitrain.checkpoint.layout import list_checkpoints, set_aside
 from mpitrain.checkpoint.manager import CheckpointManager, Progress, WriteResult
 from mpitrain.checkpoint.memory_level import MemoryLevel
 from mpitrain.checkpoint.preemption import REASONS
-from mpitrain.checkpoint.resume import check_same_steps, find_best
+from mpitrain.checkpoint.resume import best_score, check_same_steps, find_best
 from mpitrain.checkpoint.run_checkpoints import CheckpointError, RunCheckpoints
 from mpitrain.checkpoint.save_clock import SaveClock
 from mpitrain.checkpoint.tensors import (
@@ -95,7 +95,9 @@ class Checkpointer(RunCheckpoints, Callback):
     Args:
         run_dir: The run folder, on a file system that all nodes share. Checkpoints are
             in ``checkpoints/``.
-        every_epochs: Epochs between two checkpoints; ``None``: not by epochs.
+        every_epochs: Epochs between two checkpoints; ``None``: not by epochs. One that
+            is the best so far is written, too, if any of these, ``best_by`` or
+            ``load_best_at_end`` is set.
         every_steps: Steps between two checkpoints; ``None``: not by steps.
         every_minutes: Minutes between two checkpoints; ``None``: not by time.
         keep: How many of the newest are kept, beside the best one; ``None``: all.
@@ -147,6 +149,7 @@ class Checkpointer(RunCheckpoints, Callback):
             raise UsageError(f"memory must be from 0 to below 1, found {memory!r}")
         self._every = every_epochs, every_steps
         self._best_by, self._load_best_at_end = best_by, load_best_at_end
+        self._saves_best = any((*self._every, best_by, load_best_at_end))
         self._clock = SaveClock(60 * every_minutes if every_minutes else math.inf)
         self._failed_in_a_row = 0
         self._saved: object = None
@@ -215,10 +218,11 @@ class Checkpointer(RunCheckpoints, Callback):
             ).on_all_ranks()
         if is_own:
             check_same_best(self.reader, self._best_by)
+            self._best = best_score(self.run_dir, self._ranks)
         else:
             check_same_steps(self.reader, config)
         # The callbacks of another run count what is not in this one's record.
-        restore_trainer(self.reader, trainer, others if is_own else ())
+        restore_trainer(self.reader, trainer, others if is_own else (), is_own=is_own)
         state = trainer.state
         if not is_own and engine.plan.is_done(state):
             raise UsageError(
@@ -399,10 +403,9 @@ class Checkpointer(RunCheckpoints, Callback):
         values, every = epoch.values, self._every[0]
         metric = score_of(values, self._best_by, losses=epoch.train_losses)
         is_best = metric is not None and metric > self._best
-        if epoch.is_end:
-            self._clock.is_due |= every is not None and epoch.epoch % every == 0
-        else:
-            self._clock.is_due |= is_best and any(self._every)
+        if epoch.is_end and every is not None and epoch.epoch % every == 0:
+            self._clock.is_due = True
+        self._clock.is_due |= is_best and self._saves_best
         if trainer.engine.world.is_rank_zero and not self._has_warned:
             self._has_warned = True
             warn_of_no_best(values, self._best_by)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping
 from itertools import zip_longest
 from pathlib import Path
@@ -202,6 +203,16 @@ def check_same_data(
             f"the data are not those that {path} was trained on: class {at} is "
             f"{now!r}, expected {then!r}"
         ).on_all_ranks()
+
+
+def best_score(run_dir: Path, ranks: Communicator) -> float:
+    """Return the best metric of a run's checkpoints; -inf without one. Collective."""
+
+    def read() -> float:
+        best = best_of(list_checkpoints(run_dir))
+        return -math.inf if best is None else float(best.metadata()["metric"])
+
+    return ranks.on_rank_zero(read, "find the best checkpoint")
 
 
 def find_best(

@@ -74,6 +74,8 @@ def collect(
             "trainable": engine.stage.trainable,
             "strategy": engine.strategy.name,
             "state": asdict(state),
+            "should_stop": trainer.should_stop,
+            "finished_by": _finishers(trainer),
             "places": engine.data.places(),
             "loss_scale": engine.optimizer.scale.state(),
             "optimizers": schedules_to_save(engine.optimizer),
@@ -85,7 +87,11 @@ def collect(
 
 
 def restore_trainer(
-    reader: CheckpointReader, trainer: Trainer, callbacks: Iterable[Callback]
+    reader: CheckpointReader,
+    trainer: Trainer,
+    callbacks: Iterable[Callback],
+    *,
+    is_own: bool = False,
 ) -> None:
     """Load model, state and callbacks of a checkpoint into a `Trainer`; collective.
 
@@ -102,6 +108,17 @@ def restore_trainer(
         state = found["callbacks"].get(type(callback).__name__)
         if state is not None:
             callback.load_state_dict(state)
+    # The run stays finished, unless the callback that had a reason has none any more,
+    # such as one with more patience.
+    before = set(found.get("finished_by", ()))
+    is_finished = not before or not before.isdisjoint(_finishers(trainer))
+    if is_own and found.get("should_stop") and is_finished:
+        trainer.should_stop = True
+
+
+def _finishers(trainer: Trainer) -> list[str]:
+    """Return the classes of the callbacks that say why the training is finished."""
+    return [type(it).__name__ for it in trainer.callbacks if it.finish_reason()]
 
 
 def check_same_best(reader: CheckpointReader, best_by: str | None) -> None:

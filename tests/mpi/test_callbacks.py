@@ -135,9 +135,51 @@ def test_the_example_of_the_page_finishes_a_training_and_goes_into_checkpoints(
     again = names["StopAtTarget"](loss=100.0)
     again.load_state_dict(json.loads(json.dumps(stopping.state_dict())))
     assert again.num_good == 2
-    trainer = Trainer(Net(), *data, config_of(), world=world, callbacks=[again])
-    trainer.fit()
-    assert trainer.state.step == 0  # it stays finished
+    assert again.finish_reason() == "the target was reached"
+
+
+class Enough(Callback):
+    """Finishes a training after an epoch; it keeps no state."""
+
+    def __init__(self, epoch: int, reason: str = "") -> None:
+        self.epoch, self.reason, self.found = epoch, reason, ""
+
+    def on_validation_end(self, trainer: Any, epoch: Any) -> None:
+        if epoch.epoch >= self.epoch:
+            trainer.should_stop, self.found = True, self.reason
+
+    def finish_reason(self) -> str:
+        return self.found
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"found": self.found} if self.reason else {}
+
+    def load_state_dict(self, state: Any) -> None:
+        self.found = state["found"] if self.epoch < 3 else ""
+
+
+def test_a_run_that_a_callback_has_finished_stays_finished(
+    world: World, run_dir: Path
+) -> None:
+    def steps(name: str, callback: Callback, **options: Any) -> int:
+        saves = mpitrain.Checkpointer(run_dir / name, **options)
+        config = config_of(epochs=9, global_batch_size=16)
+        trainer = Trainer(
+            Net(),
+            some(16),
+            some(5, "val"),
+            config,
+            world=world,
+            callbacks=[callback, saves],
+        )
+        trainer.fit()
+        return trainer.state.step
+
+    assert [steps("a", Enough(2)) for _ in range(3)] == [2, 2, 2]
+    assert steps("new", Enough(4), resume=str(run_dir / "a")) == 4
+    # One that gave a reason, and has none any more, trains on.
+    assert [steps("b", Enough(2, "enough")) for _ in range(2)] == [2, 2]
+    assert steps("b", Enough(5, "enough")) == 5
 
 
 def test_the_file_of_the_page_has_each_step_once_after_a_resume(

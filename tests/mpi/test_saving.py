@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from reference_training import Net, config_of, some
+from reference_training import Net, Stops, config_of, some
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
@@ -24,7 +24,7 @@ from mpitrain.checkpoint.manager import CheckpointManager, WriteResult
 from mpitrain.checkpoint.preemption import PreemptionHandler
 from mpitrain.checkpoint.resume import check, newest_complete
 from mpitrain.checkpoint.storage import CheckpointReader
-from mpitrain.errors import DataError, UsageError
+from mpitrain.errors import DataError, Stopped, UsageError
 from mpitrain.mpi.shared_arrays import Communicator
 from mpitrain.mpi.world import World
 from mpitrain.record.run_dir import read_result
@@ -236,6 +236,52 @@ def test_the_best_epoch_is_kept_though_writes_take_longer_than_epochs(
     )
     assert len(layout.list_checkpoints(run_dir)) == 2  # and the newest
     assert len(names) < len(scores)  # no epoch waited for another one's write
+
+
+@pytest.mark.parametrize("every", [3, None])
+def test_the_best_epoch_is_saved_between_those_that_are_due(
+    world: World, run_dir: Path, every: int | None
+) -> None:
+    scores = [0.5, 0.9, 0.1, 0.2]
+
+    class Counts(Callback):
+        def on_checkpoint(self, trainer: Any, checkpoint: Any) -> None:
+            saved.append(checkpoint.step)
+
+    def run(*more: Callback) -> Any:
+        saves = Checkpointer(
+            run_dir,
+            every_epochs=every,
+            every_minutes=None,
+            keep=1,
+            best_by="max:score",
+            load_best_at_end=True,
+        )
+
+        def score(outputs: Any, _: Any) -> Any:
+            now = scores[trainer.state.epoch - 1]
+            return {"score": torch.full((len(outputs),), now, dtype=torch.float64)}
+
+        trainer = Trainer(
+            Net(),
+            some(64),
+            some(29, "val"),
+            config_of(epochs=4, global_batch_size=64),
+            world=world,
+            metrics=score,
+            callbacks=[Counts(), *more, saves],
+        )
+        return trainer.fit()
+
+    saved: list[int] = []
+    with pytest.raises(Stopped):
+        run(Stops(3))
+    assert saved == [1, 2, 3]
+    saved.clear()
+    assert run().values["score"] == pytest.approx(0.9)
+    assert saved == [4] if every is None else saved in ([3, 4], [4])
+    kept = [it.step for it in layout.list_checkpoints(run_dir)]
+    assert kept == [4, 2]
 
 
 def test_a_metric_that_there_is_not_is_told(
