@@ -205,6 +205,28 @@ def check_same_data(
         ).on_all_ranks()
 
 
+def warn_of_other_samples(
+    found: Mapping[str, Any], digests: Mapping[str, str], path: Path
+) -> None:
+    """Warn if sets have another first sample than those of a checkpoint; local."""
+    # No error: decoders of another machine may round otherwise.
+    before = found.get("first_samples", {})  # not in older checkpoints
+    changed = [
+        name
+        for name, it in digests.items()
+        if it and before.get(name) and it != before[name]
+    ]
+    if changed:
+        logger.warning(
+            "the first sample (%s) is not that which %s was trained on: the data set "
+            "has another order, or other samples or transforms. The rest of an epoch "
+            "may then have samples twice, and others never; expected the same order in "
+            "each job, such as that of sorted(names)",
+            ", ".join(changed),
+            path,
+        )
+
+
 def best_score(run_dir: Path, ranks: Communicator) -> float:
     """Return the best metric of a run's checkpoints; -inf without one. Collective."""
 

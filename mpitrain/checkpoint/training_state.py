@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from mpitrain.checkpoint.format import check_json
-from mpitrain.checkpoint.resume import check_same_data
+from mpitrain.checkpoint.resume import check_same_data, warn_of_other_samples
 from mpitrain.checkpoint.storage import CheckpointReader
 from mpitrain.checkpoint.tensors import (
     load_model,
@@ -68,6 +68,7 @@ def collect(
         "trainer": {
             "config": config_of(trainer, name),
             "num_samples": engine.data.num_samples,
+            "first_samples": engine.data.first_digests,
             "data": data,
             "inputs": trainer.task.inputs,
             "stage": engine.stage.name,
@@ -100,6 +101,9 @@ def restore_trainer(
     found, path = reader.metadata["trainer"], reader.checkpoint.path
     data, classes = trainer.engine.data, trainer.task.inputs.get("classes")
     check_same_data(found, data.num_samples, classes, path)
+    # With another seed random transforms make others of them.
+    if found["config"]["seed"] == trainer.config.seed and trainer.world.is_rank_zero:
+        warn_of_other_samples(found, data.first_digests, path)
     trainer.resumed_from = path.name
     load_model(reader, trainer.engine.model)
     trainer.state = TrainState(**found["state"])

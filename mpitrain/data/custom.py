@@ -33,7 +33,8 @@ Samples = InMemory | MapStyle | IterableStyle
 hold fewer samples than requested; `is_deterministic`: a sample is the same in every
 epoch. `order` is equal on all ranks; `batches` yields those of a rank, maybe empty.
 `classes` are the names of labels, empty if there are none; `is_in_memory`: no worker
-reads them.
+reads them; `first_digest` is of the first sample, if it is the same when it is read
+again.
 """
 
 
@@ -114,8 +115,9 @@ def build_samples(
     samples.classes = classes
     if isinstance(samples, MapStyle) and _warn_if_random(samples, what, world, ranks):
         return samples  # it may differ between ranks
+    samples.first_digest = sample_digest(samples.example()[:2])
     ranks.check_equal(
-        sample_digest(samples.example()[:2]),
+        samples.first_digest,
         f"the first sample of {what}",
         "Expected the same data on every rank: mpitrain shards it. Seed what is random "
         "in making it (torch.manual_seed)",

@@ -21,6 +21,7 @@ class InMemory:
     may_skip = False
     is_deterministic = True
     classes: tuple[str, ...] = ()  # names by label, if they are known
+    first_digest = ""  # of a custom set, see `Samples`
 
     def __init__(self, inputs: Tensor, targets: Tensor) -> None:
         self.inputs = inputs
@@ -38,7 +39,7 @@ class InMemory:
     def to(self, device: torch.device | str) -> InMemory:
         """Return the same set on another device."""
         moved = type(self)(self.inputs.to(device), self.targets.to(device))
-        moved.classes = self.classes
+        moved.classes, moved.first_digest = self.classes, self.first_digest
         return moved
 
     def order(self, seed: int, epoch: int) -> Indices:

@@ -56,6 +56,7 @@ class CollatedSamples(abc.ABC):
 
     is_in_memory = False
     classes: tuple[str, ...] = ()  # names by label, if they are known
+    first_digest = ""  # of a custom map-style set, see `Samples`
 
     def __init__(self, collate: Collate) -> None:
         self.collate = collate

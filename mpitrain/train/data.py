@@ -84,6 +84,10 @@ class TrainData:
         self.num_samples = {"train": self.train.num_samples} | {
             f"val {name}".rstrip(): it.num_samples for name, it in self.val_sets.items()
         }
+        self.first_digests = {"train": self.train.first_digest} | {
+            f"val {name}".rstrip(): it.first_digest
+            for name, it in self.val_sets.items()
+        }
         self._test_loaders: list[BatchLoader] = []
         self._transformed = set[bool]()  # in training, in an evaluation
         self.num_steps = self._num_steps()

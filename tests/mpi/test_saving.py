@@ -16,7 +16,7 @@ import pytest
 import torch
 from reference_training import Net, Stops, config_of, some
 from torch import Tensor, nn
-from torch.utils.data import TensorDataset
+from torch.utils.data import Dataset, TensorDataset
 
 from mpitrain.checkpoint import checkpointer, layout, storage, training_state
 from mpitrain.checkpoint.checkpointer import Checkpointer
@@ -28,6 +28,7 @@ from mpitrain.errors import DataError, Stopped, UsageError
 from mpitrain.mpi.shared_arrays import Communicator
 from mpitrain.mpi.world import World
 from mpitrain.record.run_dir import read_result
+from mpitrain.tasks.task import Task
 from mpitrain.tools.diff import DiffConfig, diff
 from mpitrain.tools.export import read_weights
 from mpitrain.train.callbacks import Callback
@@ -538,6 +539,57 @@ def test_a_run_is_not_resumed_with_other_classes(world: World, run_dir: Path) ->
         with pytest.raises(DataError, match=words):
             resumed(world, run_dir, "-".join(others), with_classes(*others))
     resumed(world, run_dir, "unnamed", some(75))
+
+
+class Words(Dataset[dict[str, Any]]):
+    """Words whose place is a number; some draw."""
+
+    def __init__(self, words: str, *, draws: bool = False) -> None:
+        self.words, self.draws = words.split(), draws
+
+    def __len__(self) -> int:
+        return len(self.words)
+
+    def __getitem__(self, index: int) -> Any:
+        inputs = torch.rand(64) if self.draws else torch.zeros(64)
+        return {"inputs": inputs, "word": self.words[index]}
+
+
+def test_a_run_that_resumes_with_another_order_says_so(
+    world: World, run_dir: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def run(name: str, data: Any, val: Any, epochs: int = 1, **options: Any) -> int:
+        trainer = Trainer(
+            Net(),
+            data,
+            val,
+            config_of(epochs=epochs, global_batch_size=2),
+            world=world,
+            task=OfWords(),
+            callbacks=[Checkpointer(run_dir / name, **options)],
+        )
+        caplog.clear()
+        trainer.fit()
+        return sum("the first sample (" in it for it in caplog.messages)
+
+    words, other = "a b c d", "d c b a"
+    new = {"resume": str(run_dir / "a"), "epochs": 2}
+    assert run("a", Words(words, draws=True), Words(words)) == 0
+    assert run("a", Words(words, draws=True), Words(words)) == 0
+    assert run("a", Words(other, draws=True), Words(words)) == world.is_rank_zero
+    assert "(train) is not that" in caplog.text or not world.is_rank_zero
+    assert run("b", Words(words, draws=True), Words(other), **new) == world.is_rank_zero
+    assert "(val) is not that" in caplog.text or not world.is_rank_zero
+
+
+class OfWords(Task):
+    """Calls the model with the numbers alone."""
+
+    def training_step(self, model: Any, batch: Any) -> Any:
+        return model(batch.inputs["inputs"]).square().mean(1)
+
+    def validation_step(self, model: Any, batch: Any) -> Any:
+        return {"loss": self.training_step(model, batch)}
 
 
 def test_a_checkpoint_without_classes_is_resumed(
