@@ -102,7 +102,8 @@ def restore_trainer(
     data, classes = trainer.engine.data, trainer.task.inputs.get("classes")
     check_same_data(found, data.num_samples, classes, path)
     # With another seed random transforms make others of them.
-    if found["config"]["seed"] == trainer.config.seed and trainer.world.is_rank_zero:
+    is_same_seed = found["config"]["seed"] == trainer.config.seed
+    if is_same_seed and trainer.engine.world.is_rank_zero:
         warn_of_other_samples(found, data.first_digests, path)
     trainer.resumed_from = path.name
     load_model(reader, trainer.engine.model)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Sequence, Sized
+from collections.abc import Iterable, Iterator, Sized
 from typing import Any
 
 from torch.utils import data as torchs
@@ -13,15 +13,13 @@ from mpitrain.config import NumWorkers
 from mpitrain.data.in_memory import InMemory
 from mpitrain.data.iterable import IterableStyle
 from mpitrain.data.map_style import GETTERS, PAIR, MapStyle
-from mpitrain.data.samples import CollateFn, sample_digest
+from mpitrain.data.samples import CollateFn, epoch_setters, sample_digest, wrapped_sets
 from mpitrain.data.workers import start_method
 from mpitrain.errors import DataError
 from mpitrain.mpi.shared_arrays import Communicator
 from mpitrain.mpi.world import World
 
 logger = logging.getLogger("mpitrain")
-
-WRAPPERS = (torchs.ConcatDataset, torchs.ChainDataset, torchs.StackDataset)
 
 ONE_PASS_MODULES = ("builtins", "itertools")  # their iterators cannot begin again
 
@@ -168,7 +166,7 @@ def check_data_set(dataset: Any, what: str) -> None:
             "expected a data set: pass loader.dataset, and its batch size and workers "
             "as global_batch_size and num_workers (--global-batch-size, --num-workers)"
         ).on_all_ranks()
-    for inner in _wrapped(dataset):
+    for inner in wrapped_sets(dataset):
         check_data_set(inner, what)
     if isinstance(dataset, list | tuple | dict) and dataset:
         first = next(iter(dataset.values() if type(dataset) is dict else dataset))
@@ -185,21 +183,13 @@ def classes_of(dataset: Any) -> tuple[Any, tuple[str, ...]]:
     classes = getattr(dataset, "classes", None)
     num_classes = getattr(dataset, "num_classes", None)
     if classes is None and num_classes is None:
-        found = set(map(classes_of, _wrapped(dataset)))
+        found = set(map(classes_of, wrapped_sets(dataset)))
         return found.pop() if len(found) == 1 else (None, ())
     if num_classes is None and isinstance(classes, Sized):
         num_classes = len(classes) or None
     # The order of others, such as a set, may differ in the next job.
     names = classes if isinstance(classes, list | tuple) else ()
     return num_classes, tuple(map(str, names))
-
-
-def _wrapped(dataset: Any) -> Sequence[Any]:
-    """Return the data sets that one of torch's wrappers holds."""
-    if isinstance(dataset, torchs.Subset):
-        return [dataset.dataset]
-    sets: Any = dataset.datasets if isinstance(dataset, WRAPPERS) else ()
-    return list(sets.values() if isinstance(sets, dict) else sets)
 
 
 def _is_map_style(dataset: Any) -> bool:
@@ -212,6 +202,8 @@ def _is_map_style(dataset: Any) -> bool:
 def _is_pair_of_tensors(dataset: Any) -> bool:
     """Whether it is a `TensorDataset` of two, whose methods are torch's own."""
     if not isinstance(dataset, torchs.TensorDataset) or len(dataset.tensors) != PAIR:
+        return False
+    if epoch_setters(dataset):  # it may have other tensors then
         return False
     return all(
         getattr(type(dataset), name, None) is getattr(torchs.TensorDataset, name, None)

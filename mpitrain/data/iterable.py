@@ -20,7 +20,7 @@ from torch.utils.data import IterableDataset, default_collate, get_worker_info
 
 from mpitrain.data.map_style import PADDING, Collate, CollatedSamples, Key, raise_if_bad
 from mpitrain.data.randomness import sample_seed, seed_all, seeded
-from mpitrain.data.samples import CollateFn, LoadedBatch, sample_digest
+from mpitrain.data.samples import CollateFn, LoadedBatch, epoch_setters, sample_digest
 from mpitrain.data.sharding import Indices, RankShard, StreamPlace
 from mpitrain.data.workers import (
     StartMethod,
@@ -268,5 +268,5 @@ def _identity(loaded: Any) -> Any:
 
 
 def _set_epoch(dataset: Any, epoch: int) -> None:
-    if hasattr(dataset, "set_epoch"):
-        dataset.set_epoch(epoch)
+    for set_epoch in epoch_setters(dataset):
+        set_epoch(epoch)

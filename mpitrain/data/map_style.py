@@ -26,6 +26,7 @@ from mpitrain.data.samples import (
     CollateFn,
     LoadedBatch,
     SampleReader,
+    epoch_setters,
     kind_of,
     leaves_of,
 )
@@ -149,8 +150,10 @@ class MapStyle(CollatedSamples):
     def _read_first(self) -> tuple[Key, Any]:
         tries = min(self.num_samples, MAX_TRIES)
         for index in range(tries):
+            self._sample_dataset.epoch = None
             with own_random_state():
                 first = self._sample_dataset[0, index]
+            self._sample_dataset.epoch = None
             loaded = self._collated([first])
             if len(loaded.indices):
                 return first
@@ -169,11 +172,15 @@ class MapStyle(CollatedSamples):
             batches = self._loader.batches(steps, is_training=epoch > 0)
         else:
             batches = iterate_loader(self._loader)
-        yield from map(raise_if_bad, batches)
+        for batch in batches:
+            # In this process a validation may read of the same set in between.
+            self._sample_dataset.epoch = None
+            yield raise_if_bad(batch)
 
     def read(self, indices: Indices, epoch: int, min_rows: int) -> LoadedBatch:
         """Read some samples in this process, and repeat the last of fewer."""
         keys = _keys_of(indices, epoch, min_rows)
+        self._sample_dataset.epoch = None
         with own_random_state():
             found = self._sample_dataset.__getitems__(keys)
         return self._collated(found)
@@ -217,6 +224,8 @@ class _SampleDataset(Dataset[Any]):
         self.random_crops = random_crops
         self.skip = skip
         self.is_seeded = not isinstance(dataset, SampleReader)
+        self._has_epochs = self.is_seeded and bool(epoch_setters(dataset))
+        self.epoch: int | None = None  # that the set was told; ``None``: not known
         while isinstance(dataset, Subset):  # its methods ask the same of the set inside
             dataset = dataset.dataset
         # Of the two methods that torch's loaders ask, the one that a subclass has.
@@ -233,6 +242,10 @@ class _SampleDataset(Dataset[Any]):
         key = epoch, index
         if index == PADDING:
             return key, None
+        if self._has_epochs and self.epoch != epoch:
+            self.epoch = epoch
+            for set_epoch in epoch_setters(self.dataset):
+                set_epoch(epoch)
         try:
             return key, self._read(epoch, index)
         except BadSample as bad:

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+from torch.utils import data as torchs
 
 from mpitrain.data.sharding import Indices, StreamPlace
 from mpitrain.errors import DataError
@@ -22,6 +23,8 @@ from mpitrain.torch_compat import tree_leaves, tree_map
 PARTS = ("train", "val", "test")  # the parts of a data set; ``test`` may be missing
 
 Array = npt.NDArray[Any]
+
+WRAPPERS = (torchs.ConcatDataset, torchs.ChainDataset, torchs.StackDataset)
 
 PLAIN = (str, bytes, int, float, np.generic)
 
@@ -90,6 +93,21 @@ class BadRow(DataError):
         if self.row >= len(indices):
             return self
         return DataError(f"sample {indices[self.row]} of {self.found}")
+
+
+def wrapped_sets(dataset: Any) -> list[Any]:
+    """Return the data sets that one of torch's wrappers holds."""
+    if isinstance(dataset, torchs.Subset):
+        return [dataset.dataset]
+    sets: Any = dataset.datasets if isinstance(dataset, WRAPPERS) else ()
+    return list(sets.values() if isinstance(sets, dict) else sets)
+
+
+def epoch_setters(dataset: Any) -> list[Callable[[int], object]]:
+    """Return `set_epoch` of a data set, else of those that it wraps."""
+    if callable(found := getattr(dataset, "set_epoch", None)):
+        return [found]
+    return [it for inner in wrapped_sets(dataset) for it in epoch_setters(inner)]
 
 
 def map_tensors(function: Callable[[Tensor], Tensor], tree: Any) -> Any:

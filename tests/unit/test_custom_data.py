@@ -359,3 +359,15 @@ def test_images_with_the_channels_last_are_refused() -> None:
     with pytest.raises(DataError, match=words):
         load("channels_last")
     assert load("four_wide").in_channels == 8
+
+
+def test_tensors_that_change_with_the_epoch_are_read_by_sample() -> None:
+    class Grows(TensorDataset):
+        def set_epoch(self, epoch: int) -> None:
+            self.tensors = (torch.full((NUM, 2), float(epoch)), self.tensors[1])
+
+    samples = samples_of(Grows(*pairs().tensors))
+    for epoch in (1, 2):
+        (batch,) = samples.batches(ALL, epoch)
+        assert batch.inputs.tolist() == [[float(epoch)] * 2] * NUM
+    samples.close()

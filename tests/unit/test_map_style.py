@@ -16,7 +16,13 @@ import torch
 from data_files import write_folder
 from test_data import LONE
 from torch import Tensor
-from torch.utils.data import IterableDataset, default_collate
+from torch.utils.data import (
+    ConcatDataset,
+    Dataset,
+    IterableDataset,
+    Subset,
+    default_collate,
+)
 
 from mpitrain.data.iterable import IterableStyle
 from mpitrain.data.map_style import MapStyle
@@ -300,3 +306,51 @@ def test_whether_batches_are_pairs_draws_nothing_and_holds_for_all() -> None:
     )
     with pytest.raises(DataError, match=r"made list of int, int, int of 2 samples"):
         list(odd.batches(dataclasses.replace(SHARD, global_batch_size=2), 1))
+
+
+class Epochs(Dataset[Any]):
+    """Its samples are the epoch that it was told last."""
+
+    def __init__(self) -> None:
+        self.epoch = -1
+
+    def __len__(self) -> int:
+        return 20
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.tensor(float(self.epoch)), index
+
+
+@pytest.mark.parametrize("num_workers", [0, 1, "auto"])
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda it: it,
+        lambda it: Subset(it, range(20)),
+        lambda it: ConcatDataset([Subset(it, range(20))]),
+    ],
+    ids=["plain", "subset", "within others"],
+)
+def test_the_epoch_is_told_wherever_samples_are_read(
+    num_workers: Any, wrap: Any
+) -> None:
+    data = wrap(Epochs())
+    train, val = (
+        MapStyle(data, seed=1, num_workers=num_workers, world=LONE) for _ in range(2)
+    )
+
+    def epoch_of(batch: Any) -> float:
+        (found,) = {*batch.inputs.tolist()}
+        return float(found)
+
+    for epoch in (1, 2):
+        batches = train.batches(SHARD, epoch)
+        assert epoch_of(next(batches)) == epoch
+        # Between two steps, of the same set: a validation always reads epoch 0.
+        assert {epoch_of(it) for it in val.batches(SHARD, 0)} == {0.0}
+        assert {epoch_of(it) for it in batches} == {float(epoch)}
+    train.close()
+    val.close()
