@@ -283,6 +283,22 @@ def warn_of_float64(model: nn.Module, config: TrainConfig) -> None:
         )
 
 
+def warn_of_converted(model: nn.Module, config: TrainConfig) -> None:
+    """Name weights and buffers of 16 bits, and others of 64, that change; local."""
+    if config.precision == "fp64":
+        return
+    named = [*model.named_parameters(), *model.named_buffers()]
+    is_double = all(it.dtype == torch.float64 for it in model.parameters())
+    kinds = [torch.bfloat16, torch.float16, *[torch.float64] * (not is_double)]
+    if found := [name for name, it in named if it.dtype in kinds]:
+        logger.warning(
+            "%s: of 16 or 64 bits, and float32 in the training, frozen ones and "
+            "buffers too. precision='bf16' computes in 16 bits, 'fp64' keeps 64; what "
+            "needs 64 bits alone may be an attribute that is no buffer",
+            shown_names(found),
+        )
+
+
 def explain_no_grad(error: BaseException) -> None:
     """Say how a validation computes derivatives, to an error of one that cannot."""
     if "does not require grad" in str(error):

@@ -31,6 +31,7 @@ from mpitrain.train.checks import (
     explain_call,
     explain_no_grad,
     refuse_buffers,
+    warn_of_converted,
     warn_of_eval_mode,
     warn_of_float64,
 )
@@ -154,6 +155,7 @@ class Engine:
         check_same_model(model, self.ranks, strategy.report_dependence)
         if world.is_rank_zero:
             warn_of_float64(model, config)
+            warn_of_converted(model, config)
         self.model = prepare_model(model, world, config)
         self._begins_sharded = False
         if is_on_meta(self.model):

@@ -144,3 +144,16 @@ def test_a_buffer_that_the_first_step_sets_or_grows_is_refused(
     else:
         trained(world, model=model, **settings)
         assert caplog.text.count("since the stage began") == 1
+
+
+def test_weights_and_buffers_whose_dtype_changes_are_named(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = nn.Sequential(nn.Flatten(), nn.Linear(64, 10)).to(torch.bfloat16)
+    model.register_buffer("time", torch.tensor([1e9 + 1], dtype=torch.float64))
+    trained(world, model=model, epochs=1, precision="fp32")
+    words = "1.weight, 1.bias, time: of 16 or 64 bits, and float32"
+    assert (words in caplog.text) == world.is_rank_zero
+    caplog.clear()
+    trained(world, model=nn.Sequential(nn.Flatten(), nn.Linear(64, 10)), epochs=1)
+    assert "of 16 or 64 bits" not in caplog.text
