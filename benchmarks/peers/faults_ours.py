@@ -34,7 +34,7 @@ def main() -> None:
     config = mpitrain.TrainConfig(
         max_steps=1_000_000, global_batch_size=64, lr=0.01, epochs=10_000_000
     )
-    callbacks = mpitrain.default_callbacks("run", config, progress="none")
+    callbacks = mpitrain.default_callbacks("run", config, progress="lines")
     train, _ = digits()
     trainer = mpitrain.Trainer(
         ConvNet(), train, None, config, callbacks=[*callbacks, Steps()]

@@ -113,7 +113,7 @@ def train(
         verify_every=every,
     )
     fault = Fault(kind, place, int(step), flags)
-    callbacks = mpitrain.default_callbacks(run_dir, config, progress="none")
+    callbacks = mpitrain.default_callbacks(run_dir, config, progress="lines")
     trainer = mpitrain.Trainer(
         model, data, data, config, world=world, callbacks=[*callbacks, fault]
     )
