@@ -205,11 +205,13 @@ class Coordinator:
         """Return whether the whole job is stopped: Ctrl-Z, or SLURM's suspend.
 
         A scheduler stops the sidecars, too, and then much time passes between two
-        calls; Ctrl-Z at mpirun stops all ranks, and all may be one.
+        calls; Ctrl-Z at mpirun stops all ranks, and all may be one. A stop of some is a
+        hang: ranks that wait for it, or are idle, run. Those that end may be gone.
         """
-        at_work = self._at_work()
+        ending = (State.DONE, State.FAILING)
+        here = [s for s in self._statuses.values() if s.position.state not in ending]
         return now - self._decided_at > SUSPENDED_SECONDS or (
-            bool(at_work) and all(s.process_state in ("T", "t") for s in at_work)
+            bool(here) and all(s.process_state in ("T", "t") for s in here)
         )
 
     def _at_work(self) -> list[RankStatus]:
