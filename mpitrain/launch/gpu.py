@@ -174,16 +174,14 @@ def plan_node(seen: Sequence[VisibleGpus]) -> NodeGpus:
     Local rank i takes the i-th device it sees, or the next one on a NUMA node of its
     cores. Where every rank of a node sees one device (``--gpus-per-task=1``, wrapper
     scripts), it takes that one. Where there are more ranks than devices, they share
-    them in turn. Always a rank has index 0, which is its ``LOCAL_RANK``: scripts
-    download there.
+    them in turn. With fewer ranks than GPUs no rank need have index 0: two jobs of a
+    node, one on each socket, share no GPU.
 
     >>> plan_node([VisibleGpus(gpus=("x", "y"), has_nccl=True)] * 2).devices
     ('cuda:0', 'cuda:1')
     """
     seeing = [visible for visible in seen if visible.gpus]
     chosen = _in_turn(seen)
-    if seeing and 0 not in chosen:
-        chosen = _in_turn([replace(visible, numa_nodes=()) for visible in seen])
     pairs = zip(seen, chosen, strict=True)
     uuids = [visible.gpus[index] for visible, index in pairs if index >= 0]
     # Numbers, not UUIDs: nodes that are alike are one entry on their way to rank zero.
