@@ -50,15 +50,19 @@ def hidden_gpus(environ: Mapping[str, str], root: Path = ROOT) -> str:
     if num := _num_open(dev.glob("nvidia[0-9]*")):
         return f"{num} of NVIDIA ({dev}/nvidia*)"
     files = {"AMD": [dev / "kfd"], "Intel": [*(dev / "dri").glob("render*")]}
-    for name, (vendor, ids) in COMPUTE_IDS.items():
-        num = sum(
-            sysfs_text(device / "vendor") == vendor
-            and bool(re.fullmatch(ids, sysfs_text(device / "device")))
-            for device in (root / "sys/bus/pci/devices").glob("*")
-        )
-        if num and _num_open(files[name]):
+    for name in COMPUTE_IDS:
+        if (num := _num_devices(name, root)) and _num_open(files[name]):
             return f"{num} of {name}"
     return ""
+
+
+def has_gpus(root: Path = ROOT) -> bool:
+    """Whether this machine has GPUs that this process may be forbidden to open."""
+    # Of CUDA and ROCm; their drivers may have been told which ones a rank may use.
+    if any((root / "dev" / name).exists() for name in ("nvidiactl", "kfd")):
+        return True
+    # Any graphics has such files: that of a board's controller, too.
+    return any((root / "dev/dri").glob("render*")) and _num_devices("Intel", root) > 0
 
 
 def numa_node_of(address: str, root: Path = ROOT) -> int:
@@ -76,6 +80,16 @@ def numa_nodes_of(cores: Collection[int], root: Path = ROOT) -> frozenset[int]:
             if any(core in cores for core in range(int(first), int(last or first) + 1)):
                 found.add(int(node.name[4:]))
     return frozenset(found)
+
+
+def _num_devices(name: str, root: Path) -> int:
+    """Count devices for computing, by the name of their vendor."""
+    vendor, ids = COMPUTE_IDS[name]
+    return sum(
+        sysfs_text(device / "vendor") == vendor
+        and bool(re.fullmatch(ids, sysfs_text(device / "device")))
+        for device in (root / "sys/bus/pci/devices").glob("*")
+    )
 
 
 def _num_open(files: Iterable[Path]) -> int:

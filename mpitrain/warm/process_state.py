@@ -32,10 +32,7 @@ READ_AT_IMPORT = re.compile(
 """Variables that the loader, Python, or a library reads once, while it is imported."""
 
 RENEWABLE = re.compile(rf"sys\.path$|{READ_AT_IMPORT.pattern}")
-"""What a server that begins anew, from the proxy's folder, would have equal."""
-
-# Of CUDA and ROCm: their drivers may have been told which ones a rank may use.
-GPU_DEVICES = ("/dev/nvidiactl", "/dev/kfd")
+"""What a server that restarts, from the proxy's folder, would have equal."""
 
 _STATUS = re.compile(
     "(Uid|Gid|Groups|Cap...|NoNewPrivs|Seccomp|TracerPid|Mems_allowed_list)$"
@@ -204,8 +201,9 @@ class ProcessState:
             file = Path("/sys/fs/cgroup", controllers, path.lstrip("/"), "cgroup.procs")
             with suppress(OSError):
                 file.write_text("0")
-        is_another = _read("/proc/self/cgroup") != self.cgroups
-        if is_another and any(map(os.path.exists, GPU_DEVICES)):
+        from mpitrain.launch.pci import has_gpus  # late: each proxy does without
+
+        if _read("/proc/self/cgroup") != self.cgroups and has_gpus():
             raise OSError("the fork server is in another cgroup, maybe of other GPUs")
 
     def _set_python(self) -> None:

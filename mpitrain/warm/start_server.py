@@ -60,7 +60,9 @@ def _is_shared(launcher: Ancestor, environ: Mapping[str, str]) -> bool:
     # With a tracer, or in a container of its own, a rank shares with nobody.
     container, of_launcher = "/proc/self/ns/mnt", f"/proc/{launcher.pid}/ns/mnt"
     is_alone = process_state.tracers() or not Path(container).samefile(of_launcher)
-    if is_alone or any(map(os.path.exists, process_state.GPU_DEVICES)):
+    from mpitrain.launch.pci import has_gpus  # late: most starts return before
+
+    if is_alone or has_gpus():
         return False
     # With a core each, ranks import at the same time, and gain nothing.
     if num_ranks > len(os.sched_getaffinity(launcher.pid)):

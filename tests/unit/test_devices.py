@@ -296,6 +296,25 @@ def test_the_kernel_tells_gpus_that_compute_and_may_be_opened(
     assert pci.hidden_gpus({**slurm, "SLURM_JOB_GPUS": "0"}, root) == said
 
 
+@pytest.mark.parametrize(
+    ("files", "devices", "has_gpus"),
+    [
+        ((), (("0x8086", "0x0bd5"),), False),  # not in this container
+        (("nvidiactl",), (), True),
+        (("kfd",), (), True),
+        (("dri/renderD128",), (("0x8086", "0x0bd5"),), True),
+        (("dri/renderD128",), (("0x8086", "0x9a49"), ("0x102b", "0x0538")), False),
+    ],
+)
+def test_a_fork_server_knows_a_machine_with_gpus(
+    files: tuple[str, ...],
+    devices: tuple[tuple[str, str], ...],
+    has_gpus: bool,
+    machine: Callable[..., Path],
+) -> None:
+    assert pci.has_gpus(machine(files, devices)) == has_gpus
+
+
 def test_numa_nodes_are_those_of_the_kernel(machine: Callable[..., Path]) -> None:
     root = machine((), (("0x10de", "0x20b0"),) * 4)
     nodes = root / "sys/devices/system/node"
@@ -319,9 +338,9 @@ def test_numa_nodes_are_those_of_the_kernel(machine: Callable[..., Path]) -> Non
         ([{0, 1, 2, 3}] * 4, [0, 1, 2, 3]),  # not bound
         ([set()] * 4, [0, 1, 2, 3]),  # a kernel that does not tell: by index
         ([{3}, {1}], [0, 2]),
-        # Of fewer ranks than GPUs one has 0, where scripts download (LOCAL_RANK).
-        ([{1}, {0}], [0, 1]),
-        ([{0}], [0]),
+        # Two jobs of a node, one on each socket.
+        ([{1}, {0}], [2, 3]),
+        ([{3}, {2}], [0, 1]),
     ],
 )
 def test_a_rank_gets_a_gpu_near_its_cores(
