@@ -17,6 +17,7 @@ from mpitrain.mpi.launchers import (
     ALONE_UNDER_SRUN,
     CONNECTED,
     CONNECTIONS,
+    JOB_OF_SRUN,
     JOB_VARIABLE,
     LAUNCHERS,
     LOCAL_SIZE_VARIABLES,
@@ -81,11 +82,13 @@ def forget_parent(environ: MutableMapping[str, str]) -> bool:
 def was_launched(environ: Mapping[str, str]) -> bool:
     """Whether a launcher of MPI started this process.
 
-    A `PMIX_RANK` of 0 alone proves nothing: shells that srun opened have it, too. With
-    the name of a job it does, and is all that PRRTE's prterun and prun set.
+    A `PMIX_RANK` of 0 alone proves nothing: shells that srun opened have it, too, with
+    srun's name of a job. With that of another launcher it does, and is all that
+    PRRTE's prterun and prun set.
     """
     names = {*SIZE_VARIABLES, *RANK_VARIABLES} - {PMIX_RANK}
-    is_named = {PMIX_RANK, JOB_VARIABLE} <= environ.keys()
+    is_slurm = environ.get(JOB_VARIABLE, "").startswith(JOB_OF_SRUN)
+    is_named = {PMIX_RANK, JOB_VARIABLE} <= environ.keys() and not is_slurm
     return is_named or not names.isdisjoint(environ) or launched_size(environ) > 1
 
 

@@ -240,6 +240,9 @@ scripts read (tried: Open MPI 5.0.11, 4.1.8, MPICH 5.0.2)."""
 JOB_VARIABLE = "PMIX_NAMESPACE"
 """Variable of a job's name, where one daemon may have several jobs."""
 
+JOB_OF_SRUN = "slurm.pmix."
+"""How the name begins that srun gives, also to a shell (its plugin pmix)."""
+
 CONNECTED = {JOB_VARIABLE, *SOCKETS}  # of those, what a launcher always sets
 
 NO_FABRIC_PROBE = {"OMPI_MCA_btl": "^ofi"}

@@ -81,6 +81,9 @@ def test_a_rank_of_prterun_was_launched_though_nothing_tells_the_size() -> None:
     assert not is_on_one_node(environ)
     check_size(1, environ)
     assert not was_launched({"PMIX_RANK": "0"}), "a shell that srun opened"
+    of_srun = {"PMIX_RANK": "0", "PMIX_NAMESPACE": "slurm.pmix.123.0"}
+    assert not was_launched(of_srun), "such a shell, by SLURM's plugin pmix"
+    assert was_launched(of_srun | {"SLURM_STEP_NUM_TASKS": "2"})
 
 
 def test_a_program_that_a_rank_starts_knows_that_it_is_none() -> None:
