@@ -6,6 +6,7 @@ import os
 import resource
 import signal
 import socket
+import stat
 import sys
 import time
 from collections.abc import Sequence
@@ -88,22 +89,25 @@ def start_warm() -> None:
 
 
 def _connect(path: Path) -> socket.socket | None:
-    """Connect to the server; return ``None`` without one."""
+    """Connect to the server; return ``None`` without one, an OSError if it cannot."""
     end = time.monotonic() + ANSWER_SECONDS
     while os.path.exists(path):  # noqa: PTH110 - False, too, where it may not be seen
         make_private_folder(path.parent)
+        with suppress(FileNotFoundError):  # a server that ends has removed it
+            if not stat.S_ISSOCK(path.stat().st_mode):
+                raise OSError(f"{path} is no socket")
         server = socket.socket(socket.AF_UNIX)
         server.settimeout(ANSWER_SECONDS)
         try:
             server.connect(str(path))
         except (ConnectionRefusedError, FileNotFoundError):
             server.close()
+            if time.monotonic() > end:
+                raise
             # It was killed; or it listens in a moment, and has the lock.
             if (lock := protocol.try_lock(path)) is not None:
                 with lock:
                     protocol.lock_file(path).unlink()
-            elif time.monotonic() > end:
-                raise
             time.sleep(0.01)
         else:
             return server

@@ -150,6 +150,9 @@ def test_the_socket_of_a_killed_server_is_no_server(tmp_path: Path) -> None:
     assert proxy._connect(path) is None
     assert not [*tmp_path.iterdir()]
     path.write_text("of a user, who has given a wrong name")
+    with pytest.raises(OSError, match="is no socket"):
+        proxy._connect(path)
+    assert [*tmp_path.iterdir()] == [path]
     lock = protocol.try_lock(path)
     assert lock is not None
     lock.close()
