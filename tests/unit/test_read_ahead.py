@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from mpitrain.launch.read_ahead import LIBRARIES, PART_BYTES, file_system
+from mpitrain.launch.read_ahead import LIBRARIES, PART_BYTES, _read, file_system
 
 SPEC = importlib.util.find_spec("torch")
 assert SPEC is not None
@@ -49,6 +49,12 @@ def test_libraries_are_read_from_a_network(kind: str) -> None:
     sizes = [(TORCH / "lib" / name).stat().st_size for name in LIBRARIES]
     num_parts = sum(math.ceil(size / PART_BYTES) for size in sizes)
     assert read(kind) == (sum(sizes), num_parts)
+
+
+def test_a_server_that_fails_is_no_error(tmp_path: Path) -> None:
+    assert _read(tmp_path / "gone", 0) == 0
+    # The kernel answers EIO: nothing is mapped at the address 0.
+    assert _read(Path("/proc/self/mem"), 0) == 0
 
 
 def test_the_kind_of_a_file_system_is_found() -> None:
