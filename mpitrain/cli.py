@@ -9,7 +9,6 @@ import contextlib
 import functools
 import math
 import os
-import re
 import shlex
 import signal
 import sys
@@ -58,7 +57,7 @@ def main(argv: Sequence[str]) -> int:
     except BaseException as error:
         if exit_status(error) != 0:
             if isinstance(error, UsageError) and launched_size(os.environ) == 1:
-                error.on_all_ranks()  # who is alone needs no number
+                error.on_all_ranks()  # a world of one: its message has no rank
             text = error_message(error, launched_label(os.environ))
             print(text, file=sys.stderr, flush=True)
         status = exit_status(error)
@@ -271,7 +270,7 @@ def stage(argv: Sequence[str]) -> int:
     words, command = _split(argv)
     read = functools.partial(read_words, words, command)
     _answer(words, read)
-    job = start_job(start_timeout_seconds=start_timeout(command))
+    job = start_job(start_timeout_seconds=start_timeout(words_for_start(command)))
     with job.guard:
         config, first = on_rank_zero(job.comm, read, "read the command line")
         target = all_or_none(
@@ -374,13 +373,48 @@ def start_timeout(argv: Sequence[str]) -> float:
     (120.0, 600.0)
     """
     found: dict[str, float] = {}
-    text = " ".join(argv)
-    for file in reversed(re.findall(r"--config[= ](\S+)", text)):  # flags win, so last
-        with contextlib.suppress(UsageError):
+    typed = _values_of(argv)
+    words = [it for it in typed if it[0] != "--config"]  # they win, so last
+    for _, file in reversed([it for it in typed if it[0] == "--config"]):
+        # RecursionError: of a file that nests too deep.
+        with contextlib.suppress(UsageError, RecursionError):
             of_file = read_flag_file(Path(file), "lr: 0.1", as_words=True)
-            text = " ".join([*words_of({str(k): v for k, v in of_file.items()}), text])
-    for flag, word in re.findall(r"--(start|hang)[-_]timeout[= ](\S+)", text):
+            flags = words_of({str(k): v for k, v in of_file.items()})
+            words = [*_values_of(flags), *words]
+    for flag, word in words:
         with contextlib.suppress(ValueError):
             if 0 < (seconds := float(word)) < math.inf:
                 found[flag] = seconds
-    return default_start_timeout(found.get("hang"), found.get("start"))
+    hang, start = found.get("--hang-timeout"), found.get("--start-timeout")
+    return default_start_timeout(hang, start)
+
+
+def _values_of(argv: Sequence[str]) -> list[tuple[str, str]]:
+    """Return the flags that concern the start of MPI, with their values."""
+    found = []
+    for at, word in enumerate(argv):
+        name, has_value, value = word.partition("=")
+        flag = name.replace("_", "-")
+        if flag in ("--config", "--start-timeout", "--hang-timeout"):
+            if has_value:
+                found.append((flag, value))
+            elif at + 1 < len(argv):
+                found.append((flag, argv[at + 1]))
+    return found
+
+
+def words_for_start(command: Sequence[str]) -> Sequence[str]:
+    """Return the flags of mpitrain in a command that `stage` runs.
+
+    >>> words_for_start(["python", "-m", "mpitrain", "--start-timeout", "9"])
+    ['--start-timeout', '9']
+    >>> words_for_start(["python", "train.py", "--start-timeout", "9"])
+    []
+    """
+    from mpitrain.launch.run_target import split
+
+    target = split(command[1:])[1]
+    if target is None or (target.kind, target.name) != ("module", "mpitrain"):
+        return []
+    words = list(target.args)
+    return split(words[1:])[0] if words[:1] == ["run"] else words

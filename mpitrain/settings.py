@@ -173,13 +173,17 @@ def _is_a(hint: Any, value: Any) -> bool:
     """Whether a value is one of the choices, or of the type; others are not read."""
     kinds = get_args(hint)
     if get_origin(hint) is Literal:
-        return value in kinds
+        return any(isinstance(value, type(it)) and value == it for it in kinds)
     if kinds and get_origin(hint) is not tuple:
         return any(_is_a(kind, value) for kind in kinds)
     if hint is NoneType:
         return value is None
     if hint is bool:
-        return value in (True, False)
+        # Its type first: an array has no truth. The names are of numpy 2 and 1.
+        is_numpys = type(value).__name__ in ("bool", "bool_")
+        return is_numpys or (isinstance(value, int) and value in (0, 1))
+    if hint in (int, float) and isinstance(value, bool):
+        return False  # though Python takes it for a number
     # numpy's numbers are numbers, too, and a path may be meant where a text is asked.
     own = {int: numbers.Integral, float: numbers.Real, str: str | os.PathLike}
     return hint not in own or isinstance(value, own[hint])

@@ -14,8 +14,9 @@ from typing import Any, get_args
 
 import numpy as np
 import pytest
+import torch
 
-from mpitrain.cli import COMMANDS, main, read_config, start_timeout
+from mpitrain.cli import COMMANDS, main, read_config, start_timeout, words_for_start
 from mpitrain.config import TrainConfig
 from mpitrain.errors import UsageError
 from mpitrain.flags import HelpShown, read_flags
@@ -104,6 +105,23 @@ def test_timeouts_of_a_file_hold_for_the_start_of_mpi(tmp_path: Path) -> None:
     second.write_text("hang_timeout: 300\nstart_timeout: null\n")
     assert start_timeout(["--config", str(second)]) == 300
     assert start_timeout(["--config", str(tmp_path / "none.yaml")]) == 600
+    spaced = tmp_path / "of mine.yaml"
+    spaced.write_text("start_timeout: 70\nname: a --start-timeout 9\n")
+    assert start_timeout(["--config", str(spaced)]) == 70
+    assert start_timeout([f"--config={spaced}"]) == 70
+    assert start_timeout(["--name", f"x --config {first}"]) == 600
+    spaced.write_text("[" * 5000)
+    assert start_timeout(["--config", str(spaced), "--hang_timeout", "300"]) == 300
+
+
+def test_of_what_is_staged_flags_of_mpitrain_alone_are_timeouts() -> None:
+    flags = ["--start-timeout", "30"]
+    ours = ["python", "-u", "-m", "mpitrain"]
+    assert words_for_start([*ours, *flags]) == flags
+    assert words_for_start([*ours, "run", *flags, "train.py", "--lr", "1"]) == flags
+    assert words_for_start(["python", "train.py", *flags]) == []
+    assert words_for_start(["python", "-m", "my.module", *flags]) == []
+    assert words_for_start([]) == []
 
 
 def test_an_output_that_cannot_be_is_one_line(
@@ -202,6 +220,12 @@ def test_each_command_refuses_a_number_below_its_minimum(typed: str, said: str) 
         ({"num_workers": "atuo"}, "a whole number or auto. Did you mean 'auto'?"),
         ({"random_flip": "yes"}, "--random-flip: found 'yes', expected True or False."),
         ({"time_limit": 90}, "--time-limit: found 90, expected a text."),
+        ({"epochs": True}, "--epochs: found True, expected a whole number."),
+        ({"lr": False}, "--lr: found False, expected a number."),
+        ({"num_workers": True}, "found True, expected a whole number or auto"),
+        ({"random_flip": np.array([1, 2])}, "found array([1, 2]), expected True"),
+        ({"schedule": np.array([1, 2])}, "--schedule: found array([1, 2]), expected"),
+        ({"lr": torch.tensor(0.1)}, "--lr: found tensor(0.1000), expected a number."),
     ],
 )
 def test_values_of_a_script_are_read_as_strictly_as_flags(
@@ -215,6 +239,7 @@ def test_values_of_a_script_are_read_as_strictly_as_flags(
 def test_numbers_of_numpy_and_whole_ones_are_numbers() -> None:
     config = TrainConfig(epochs=np.int64(3), lr=1, weight_decay=np.float32(0))  # type: ignore[arg-type]
     assert (config.epochs, config.peak_lr) == (3, 1)
+    assert TrainConfig(random_flip=np.bool_(True)).random_flip  # type: ignore[arg-type]
 
 
 NUMBERS = [
