@@ -12,7 +12,7 @@ from collections.abc import Mapping, MutableMapping
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mpitrain.config import (
     START_TIMEOUT_SECONDS,
@@ -35,6 +35,7 @@ from mpitrain.launch.watchdog_tree import connect_watchdogs
 from mpitrain.mpi.collectives import all_or_none, barrier
 from mpitrain.mpi.topology import discover_world, node_comm
 from mpitrain.mpi.world import World
+from mpitrain.settings import flag_name
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -177,6 +178,20 @@ def _prepare_torch(
         torch.get_device_module(world.device).set_device(world.device)
 
 
+def _read_config(**arguments: Any) -> LaunchConfig:
+    """Return the configuration of arguments of `init`; its errors name these."""
+    suffix = "_seconds"
+    try:
+        return LaunchConfig(
+            **{name.removesuffix(suffix): it for name, it in arguments.items()}
+        )
+    except UsageError as error:
+        text = str(error)
+        for name in arguments:
+            text = text.replace(flag_name(name.removesuffix(suffix)), name)
+        raise UsageError(f"mpitrain.init(): {text}") from None
+
+
 def _check_arguments(timeout_seconds: float) -> None:
     """Refuse what torch would refuse later, in words of its own."""
     is_number = isinstance(timeout_seconds, int | float)
@@ -283,12 +298,12 @@ def init(
             "`if __name__ == '__main__':`"
         )
     read_config = partial(
-        LaunchConfig,  # its errors belong into the guard: they end all ranks
+        _read_config,  # its errors belong into the guard: they end all ranks
         device=device,
         backend=backend,
         interface=interface,
-        start_timeout=start_timeout_seconds,
-        hang_timeout=hang_timeout_seconds,
+        start_timeout_seconds=start_timeout_seconds,
+        hang_timeout_seconds=hang_timeout_seconds,
     )
     if launched is not None and launched.part_began is not None:
         _take_pending(launched, read_config())

@@ -107,14 +107,21 @@ def flush() -> None:
             stream.flush()
 
 
+def flush_output() -> Exception | None:
+    """Flush stdout; return the error where that fails."""
+    if sys.stdout is not None:
+        try:
+            # As Python does at its end: a script's object may have no `closed`.
+            if not getattr(sys.stdout, "closed", False):
+                sys.stdout.flush()
+        except Exception as error:
+            return error
+    return None
+
+
 def output_status() -> int:
     """Flush stdout; return the status of Python, 120, where that fails, else 0."""
-    if sys.stdout is not None and not sys.stdout.closed:
-        try:
-            sys.stdout.flush()
-        except Exception:
-            return 120
-    return 0
+    return 0 if flush_output() is None else 120
 
 
 def ignore_children() -> None:
@@ -152,9 +159,12 @@ def finish_mpi(status: int) -> NoReturn:
     mpi = sys.modules.get("mpi4py.MPI")
     if mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized():
         mpi.Finalize()
-    if not status and (status := output_status()):
-        text = "the last lines of stdout could not be written (no space left?)"
-        print(f"error: {text}; status {status}", file=sys.stderr, flush=True)
+    if not status and (error := flush_output()) is not None:
+        status = 120  # that of Python
+        reason = getattr(error, "strerror", None) or error
+        text = f"the last lines of stdout could not be written: {reason}"
+        with contextlib.suppress(Exception):  # stderr is closed, or full as well
+            print(f"error: {text}; status {status}", file=sys.stderr, flush=True)
     gc.unfreeze()  # get_objects leaves out what is frozen, as `tools/command` does
     for found in gc.get_objects():
         if issubclass(type(found), _FILE):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import os
 import signal
 import stat
@@ -147,14 +148,16 @@ def _replace_exits(job: Job, rank_itself: int) -> None:
         exit_at_once(status)
 
     def checked(execute: Callable[..., NoReturn]) -> Callable[..., NoReturn]:
-        def execute_in_child(*words: Any) -> NoReturn:
+        @functools.wraps(execute)
+        def execute_in_child(*words: Any, **named: Any) -> NoReturn:
             if os.getpid() == rank_itself and job.comm.size > 1:
+                path = words[0] if words else named.get("path")
                 raise LaunchError(
-                    f"os.{execute.__name__} of {words[0]} in a rank: MPI would lose "
+                    f"os.{execute.__name__} of {path} in a rank: MPI would lose "
                     "it, and the others wait. Expected what the script sets so before "
                     f"mpirun, or: {PROGRAM} run --no-python python {sys.argv[0]} ..."
                 )
-            execute(*words)
+            execute(*words, **named)
 
         return execute_in_child
 

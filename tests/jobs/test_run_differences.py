@@ -25,8 +25,9 @@ if "AGAIN" not in os.environ:
     [
         "os.execv(sys.executable, [sys.executable, *sys.argv])",
         "os.execlp('python', 'python', *sys.argv)",
+        "os.execve(path=sys.executable, argv=sys.argv, env={})",
     ],
-    ids=["execv", "execlp"],
+    ids=["execv", "execlp", "execve"],
 )
 def test_a_script_that_executes_itself_is_refused_by_name(
     openmpi: Mpi, call: str, tmp_path: Path
@@ -45,7 +46,8 @@ def test_a_script_may_execute_a_program_in_a_child_and_alone(
     end = "print('done', f'{dist.get_rank()}/{dist.get_world_size()}')"
     script = write(tmp_path, EXECUTE.format(call=child) + end)
     check_all_done(run(openmpi, 2, script, cwd=tmp_path), 2)
-    write(tmp_path, "import os; os.execlp('echo', 'echo', 'done 0/1')")
+    named = "path='/bin/echo', argv=['echo', 'done 0/1'], env=os.environ"
+    write(tmp_path, f"import os; os.execve({named})")
     command = [sys.executable, "-m", "mpitrain", "run", "script.py"]
     words = {"cwd": tmp_path, "env": environment(openmpi), "capture_output": True}
     alone = subprocess.run(command, **words, text=True, timeout=150)  # type: ignore[call-overload]
@@ -90,7 +92,23 @@ def test_a_lost_end_of_stdout_and_a_failure_alone_are_no_success(
             timeout=150,
         )
     assert (done.returncode, told.read_text()) == (status, f"{status}\n"), done.stderr
-    assert done.stderr.count("could not be written") == (status == 120)
+    words = "could not be written: No space left on device"
+    assert done.stderr.count(words) == (status == 120)
+
+
+def test_a_script_may_put_its_own_object_in_place_of_stdout(
+    openmpi: Mpi, tmp_path: Path
+) -> None:
+    body = """
+import sys
+class Tee:
+    def write(self, text): sys.__stdout__.write(text)
+    def flush(self): sys.__stdout__.flush()
+sys.stdout = Tee()
+print("done", f"{dist.get_rank()}/{dist.get_world_size()}")
+"""
+    script = write(tmp_path, EXECUTE.format(call="") + body)
+    check_all_done(run(openmpi, 2, script, cwd=tmp_path), 2)
 
 
 BELOW = """

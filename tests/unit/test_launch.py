@@ -104,11 +104,54 @@ def test_init_says_which_argument_cannot_be() -> None:
     values = ("None", "inf", "'60'", "0")
     for line, value in zip(lines, values, strict=False):
         assert line.startswith(f"UsageError: mpitrain.init(timeout_seconds={value}): ")
-    for line, flag in zip(lines[4:6], ("hang", "start"), strict=True):
-        assert line == f"UsageError: --{flag}-timeout: found '60', expected a number."
+    for line, kind in zip(lines[4:6], ("hang", "start"), strict=True):
+        name = f"{kind}_timeout_seconds"
+        text = f"mpitrain.init(): {name}: found '60', expected a number."
+        assert line == f"UsageError: {text}"
+    for line, name in zip(lines[6:8], ("device", "backend"), strict=True):
+        assert line.startswith(f"UsageError: mpitrain.init(): {name}: found ")
     assert lines[6].endswith("expected auto, cpu, cuda or xpu. Did you mean 'cuda'?")
     assert lines[7].endswith("gloo, nccl or xccl. Did you mean 'nccl'?")
     assert "torch.distributed has a process group already" in lines[8]
+
+
+ODD_STREAMS = """
+import os, sys
+from mpitrain.launch.process_exit import finish_mpi, output_status
+
+class Tee:
+    def write(self, text): os.write(1, text.encode())
+    def flush(self): pass
+
+class Failing(Tee):
+    def flush(self): raise OSError(116, "Stale file handle")
+
+sys.stdout = {stdout}
+print(output_status(), file=Tee())
+if {closes_stderr}:
+    sys.stderr.close()
+finish_mpi(0)
+"""
+
+
+@pytest.mark.parametrize(
+    ("stdout", "closes_stderr", "status", "words"),
+    [
+        ("Tee()", False, 0, ""),
+        ("None", False, 0, ""),
+        ("Failing()", False, 120, "could not be written: Stale file handle; status"),
+        ("Failing()", True, 120, ""),
+    ],
+)
+def test_a_script_may_put_any_object_in_place_of_stdout(
+    stdout: str, closes_stderr: bool, status: int, words: str
+) -> None:
+    code = ODD_STREAMS.format(stdout=stdout, closes_stderr=closes_stderr)
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=150)
+    assert (done.returncode, done.stdout) == (status, f"{status}\n"), done.stderr
+    assert words in done.stderr
+    assert bool(done.stderr) == bool(words)
 
 
 STORE = """
