@@ -90,7 +90,7 @@ class ForkServer:
         idle_seconds: How long it waits without a fork before it ends.
         modules: What it imports.
         lock: Its lock beside the socket, if it is held already. Then the server is of
-            one start, and does not begin anew: its command line is that of a rank.
+            one start, and does not restart: its command line is that of a rank.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class ForkServer:
         self._proxies: dict[int, tuple[socket.socket, int]] = {}
         self._own: list[socket.socket | selectors.BaseSelector] = []  # of `serve`
         self._is_ending = False
-        # Variables, folder and time with which it begins anew.
+        # Variables and folder with which it restarts, and when.
         self._renewal: tuple[dict[str, str], str, float] | None = None
         self._checked_at = 0.0
         self.path = path
@@ -207,6 +207,10 @@ class ForkServer:
     def _end(self, number: int, _: object) -> None:
         """End when the forks have; at a second Ctrl-C at once, and they with it."""
         if not self._proxies or (self._is_ending and number == signal.SIGINT):
+            for proxy, _ in self._proxies.values():
+                with contextlib.suppress(OSError):  # it is gone
+                    # Else it would say that this server was killed.
+                    protocol.send_line(proxy, {"status": int(signal.SIGINT)})
             protocol.remove_files(self.path)
             os._exit(0)
         if not self._is_ending:
@@ -290,13 +294,13 @@ class ForkServer:
         if self._is_ending:
             return "the fork server ends"
         mine, at = self._identity, time.monotonic() + RENEWAL_SECONDS
-        anew = ", which starts anew"
+        restart = ", which restarts"
         if self._proxies:
-            anew += f" when its {len(self._proxies)} ranks have ended"
+            restart += f" when its {len(self._proxies)} ranks have ended"
         if file := self._changed_file():
             reason = f"{file} has changed since it was imported in the fork server"
             if not self._is_of_start:
-                self._renewal, reason = (self._variables, ".", at), reason + anew
+                self._renewal, reason = (self._variables, ".", at), reason + restart
             return reason
         # First what a new server would not have equal.
         names, is_read = {*mine, *theirs}, RENEWABLE.match
@@ -309,7 +313,7 @@ class ForkServer:
         if is_read(name) and not self._is_of_start:
             kept = {k: v for k, v in self._variables.items() if not is_read(k)}
             kept |= {k: v for k, v in state["variables"].items() if is_read(k)}
-            self._renewal, reason = (kept, state["folder"], at), reason + anew
+            self._renewal, reason = (kept, state["folder"], at), reason + restart
         return reason
 
     def _changed_file(self) -> str:

@@ -165,15 +165,23 @@ def _stand_for(
 
 
 def _say_ended(path: Path) -> None:
-    """Say that the server has ended: one of its ranks, which has the lock meanwhile."""
-    with suppress(OSError):
-        # Its sockets may be closed somewhat before its lock.
-        lock = protocol.try_lock(path, CLAIM_SECONDS / 4)
-        if lock is not None:
-            text = (
-                f"[{launched_label(os.environ)}] the fork server of this host has "
-                "ended, and its ranks with it. It was killed, by hand or for lack of "
-                f"memory (see dmesg). Start again; {protocol.SOCKET}=none does without"
-            )
+    """Say that the server has ended, in one of its ranks, and remove what it left."""
+    with socket.socket(socket.AF_UNIX) as claim:
+        try:
+            # A name without a file: mpirun may kill this process at any moment.
+            claim.bind(b"\0" + os.fsencode(f"{path}.ended")[-100:])
+        except OSError:
+            time.sleep(CLAIM_SECONDS / 4)  # another says so; mpirun kills it after this
+            return
+        text = (
+            f"[{launched_label(os.environ)}] the fork server of this host has ended, "
+            "and its ranks with it. It was killed, by hand or for lack of memory (see "
+            f"dmesg). Start again; {protocol.SOCKET}=none does without"
+        )
+        with suppress(OSError):
             print(text, file=sys.stderr, flush=True)
-            time.sleep(CLAIM_SECONDS)
+            # Its sockets may be closed somewhat before its lock.
+            if (lock := protocol.try_lock(path, CLAIM_SECONDS / 4)) is not None:
+                with lock:
+                    protocol.lock_file(path).unlink()
+        time.sleep(CLAIM_SECONDS)

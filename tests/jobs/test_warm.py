@@ -327,7 +327,7 @@ def test_what_cannot_be_handed_on_begins_cold(tmp_path: Path) -> None:
         os.kill(pid, signal.SIGCONT)
         assert done.out.split() == ["cold"], done.out + done.err
         assert "cold start: no answer of the fork server: timed out" in done.err
-        # A variable that libraries read at their import: the server begins anew.
+        # A variable that libraries read at their import: the server restarts.
         done = warm(mpi, tmp_path, 1, *words, **other)
         assert done.out.split() == ["cold"], done.out + done.err
         expected = "cold start: OMP_NUM_THREADS is '2', and None in the fork server"

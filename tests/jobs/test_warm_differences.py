@@ -1,4 +1,4 @@
-"""One fork server of a person: what differs from its own start, and what ends it."""
+"""A fork server by `serve`: what differs from a cold start, and what ends it."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from launcher import Mpi, environment, find, survivors, wait_until_gone
 from run_scripts import write
 from test_warm import server_variables, staying_job, warm
 
+from mpitrain.warm import protocol
 from mpitrain.watchdog.process import has_signal
 
 IMPORTS = """
@@ -168,7 +169,7 @@ def check_while_ranks_run(
         other = request_of_a_rank(mpi, folder, TORCHINDUCTOR_MAX_AUTOTUNE="1")
         text = answer(path, other)
         assert text.startswith("TORCHINDUCTOR_MAX_AUTOTUNE is '1', and None"), text
-        assert text.endswith("which starts anew when its 2 ranks have ended"), text
+        assert text.endswith("which restarts when its 2 ranks have ended"), text
 
         server.send_signal(signal.SIGINT)
         assert server.stdout is not None
@@ -182,13 +183,31 @@ def check_while_ranks_run(
         assert len(found) == 1, printed
         assert "memory (see dmesg). Start again" in printed
         assert job.returncode != 0
+        assert not protocol.lock_file(path).exists()
+
+
+def test_a_second_ctrl_c_at_serve_is_no_lack_of_memory(tmp_path: Path) -> None:
+    mpi = find("openmpi-5")
+    with (
+        server_of_a_person(mpi, tmp_path) as (server, path),
+        staying_job(mpi, tmp_path) as (job, forks, proxies),
+    ):
+        server.send_signal(signal.SIGINT)
+        assert server.stdout is not None
+        assert "ranks that still run: 2" in server.stdout.readline()
+        server.send_signal(signal.SIGINT)
+        wait_until_gone([*forks, *proxies])
+        printed = job.communicate(timeout=60)[0]
+        assert "dmesg" not in printed
+        assert job.returncode != 0
+        assert not protocol.lock_file(path).exists()
 
 
 def test_a_server_that_begins_anew_has_no_socket_meanwhile(tmp_path: Path) -> None:
     mpi = find("openmpi-5")
     with server_of_a_person(mpi, tmp_path) as (server, path):
         other = request_of_a_rank(mpi, tmp_path, TRITON_DEBUG="1")
-        assert "which starts anew" in answer(path, other)
+        assert "which restarts" in answer(path, other)
         wait_until(lambda: not path.exists(), "the socket stays")
         server.terminate()
         server.wait(60)

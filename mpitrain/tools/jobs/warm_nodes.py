@@ -18,7 +18,8 @@ from mpitrain.tools.jobs.launch_words import LaunchWords
 class WarmNodes:
     """Keeps a fork server on each node: an mpirun of its own that outlives the ranks.
 
-    A node that is lost ends that mpirun; the next start is cold, and it begins anew.
+    A node that is lost ends that mpirun; the next start is cold, and starts the
+    servers again.
     """
 
     def __init__(self, words: LaunchWords, environ: Mapping[str, str]) -> None:
