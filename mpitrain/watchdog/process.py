@@ -271,7 +271,7 @@ def memory_left() -> int:
 
 
 def has_signal(pid: int, field: str, number: int) -> bool:
-    """Return whether a set of a process, as ``"ShdPnd"`` in proc(5), has a signal."""
+    """Return whether a mask of /proc/PID/status, as ``"ShdPnd"``, has a signal."""
     found = None
     with contextlib.suppress(OSError):
         text = Path(f"/proc/{pid}/status").read_text()

@@ -131,7 +131,7 @@ def test_no_common_address_is_one_error_with_the_table() -> None:
     assert caught.value.reporting_rank == 0
 
 
-def test_a_host_without_an_address_is_told_what_it_lacks() -> None:
+def test_an_error_of_a_host_without_an_address_names_what_to_do() -> None:
     with pytest.raises(LaunchError, match="host a has no address of loopback") as alone:
         select.select_offer("a", [], {})
     assert "ip link set lo up" in str(alone.value)
