@@ -10,10 +10,11 @@ from torch.utils import data as torchs
 from torch.utils.data import default_collate
 
 from mpitrain.config import NumWorkers
+from mpitrain.data.first_samples import check_first_samples
 from mpitrain.data.in_memory import InMemory
 from mpitrain.data.iterable import IterableStyle
 from mpitrain.data.map_style import GETTERS, PAIR, MapStyle
-from mpitrain.data.samples import CollateFn, epoch_setters, sample_digest, wrapped_sets
+from mpitrain.data.samples import CollateFn, sets_with_epochs, wrapped_sets
 from mpitrain.data.workers import start_method
 from mpitrain.errors import DataError
 from mpitrain.mpi.shared_arrays import Communicator
@@ -71,10 +72,11 @@ def build_samples(
             reads_whole=reads_whole,
         )
         if not stream.has_shards:
-            _warn_if_random(stream, what, world, ranks)
-            ranks.check_equal(
-                sample_digest(stream.example()[:2]),
-                f"the first sample of {what}",
+            check_first_samples(
+                stream,
+                what,
+                world,
+                ranks,
                 "Expected the same stream on every rank: mpitrain shards it, so it "
                 "must not shard itself. Or give it a method shard(num_shards, index) "
                 "that returns one shard of it",
@@ -111,32 +113,15 @@ def build_samples(
                 "data set whose samples have the numbers from 0 on"
             ).on_all_ranks() from None
     samples.classes = classes
-    if isinstance(samples, MapStyle) and _warn_if_random(samples, what, world, ranks):
-        return samples  # it may differ between ranks
-    samples.first_digest = sample_digest(samples.example()[:2])
-    ranks.check_equal(
-        samples.first_digest,
-        f"the first sample of {what}",
+    samples.first_digest = check_first_samples(
+        samples,
+        what,
+        world,
+        ranks,
         "Expected the same data on every rank: mpitrain shards it. Seed what is random "
         "in making it (torch.manual_seed)",
     )
     return samples
-
-
-def _warn_if_random(
-    samples: MapStyle | IterableStyle, what: str, world: World, ranks: Communicator
-) -> bool:
-    """Whether a sample differs when read again, on any rank; collective."""
-    first, again = samples.example(), samples.reread_example()
-    found = any(ranks.allgather(sample_digest(again[:2]) != sample_digest(first[:2])))
-    if found and world.is_rank_zero:
-        logger.warning(
-            "the first sample of %s differs when it is read again, so results depend "
-            "on the number of ranks; draw from torch.rand, numpy.random or random, "
-            "which are seeded for each sample, or seed a generator by epoch and index",
-            what,
-        )
-    return found
 
 
 def warn_if_collate_draws(samples: Samples, world: World) -> None:
@@ -203,7 +188,7 @@ def _is_pair_of_tensors(dataset: Any) -> bool:
     """Whether it is a `TensorDataset` of two, whose methods are torch's own."""
     if not isinstance(dataset, torchs.TensorDataset) or len(dataset.tensors) != PAIR:
         return False
-    if epoch_setters(dataset):  # it may have other tensors then
+    if sets_with_epochs(dataset):  # it may have other tensors then
         return False
     return all(
         getattr(type(dataset), name, None) is getattr(torchs.TensorDataset, name, None)

@@ -20,7 +20,12 @@ from torch.utils.data import IterableDataset, default_collate, get_worker_info
 
 from mpitrain.data.map_style import PADDING, Collate, CollatedSamples, Key, raise_if_bad
 from mpitrain.data.randomness import sample_seed, seed_all, seeded
-from mpitrain.data.samples import CollateFn, LoadedBatch, epoch_setters, sample_digest
+from mpitrain.data.samples import (
+    CollateFn,
+    LoadedBatch,
+    sample_digest,
+    sets_with_epochs,
+)
 from mpitrain.data.sharding import Indices, RankShard, StreamPlace
 from mpitrain.data.workers import (
     StartMethod,
@@ -209,7 +214,7 @@ class _Numbered:
         seed_all(sample_seed(self._worker.seed, self._worker.epoch, number))
         sample = next(self._source, _END)
         expected, self._expected = self._expected, ""
-        if expected and (sample is _END or sample_digest(sample) != expected):
+        if expected and (sample is _END or not _has_digest(sample, expected)):
             if self._owner is None:
                 raise DataError(
                     f"{type(self._dataset).__name__} has other samples than before, "
@@ -263,10 +268,18 @@ def _state_methods(*streams: Any) -> tuple[Any, str, str]:
     return None, "", ""
 
 
+def _has_digest(sample: Any, expected: str) -> bool:
+    # Older checkpoints have that of whole paths.
+    return expected in (
+        sample_digest(sample),
+        sample_digest(sample, is_path_whole=True),
+    )
+
+
 def _identity(loaded: Any) -> Any:
     return loaded
 
 
 def _set_epoch(dataset: Any, epoch: int) -> None:
-    for set_epoch in epoch_setters(dataset):
-        set_epoch(epoch)
+    for it in sets_with_epochs(dataset):
+        it.set_epoch(epoch)

@@ -26,9 +26,10 @@ from mpitrain.data.samples import (
     CollateFn,
     LoadedBatch,
     SampleReader,
-    epoch_setters,
     kind_of,
     leaves_of,
+    sets_with_epochs,
+    tell_epoch,
 )
 from mpitrain.data.sharding import Indices, RankShard, epoch_order
 from mpitrain.data.worker_pool import Keys, WorkerPool
@@ -150,10 +151,8 @@ class MapStyle(CollatedSamples):
     def _read_first(self) -> tuple[Key, Any]:
         tries = min(self.num_samples, MAX_TRIES)
         for index in range(tries):
-            self._sample_dataset.epoch = None
             with own_random_state():
                 first = self._sample_dataset[0, index]
-            self._sample_dataset.epoch = None
             loaded = self._collated([first])
             if len(loaded.indices):
                 return first
@@ -172,15 +171,11 @@ class MapStyle(CollatedSamples):
             batches = self._loader.batches(steps, is_training=epoch > 0)
         else:
             batches = iterate_loader(self._loader)
-        for batch in batches:
-            # In this process a validation may read of the same set in between.
-            self._sample_dataset.epoch = None
-            yield raise_if_bad(batch)
+        yield from map(raise_if_bad, batches)
 
     def read(self, indices: Indices, epoch: int, min_rows: int) -> LoadedBatch:
         """Read some samples in this process, and repeat the last of fewer."""
         keys = _keys_of(indices, epoch, min_rows)
-        self._sample_dataset.epoch = None
         with own_random_state():
             found = self._sample_dataset.__getitems__(keys)
         return self._collated(found)
@@ -224,8 +219,7 @@ class _SampleDataset(Dataset[Any]):
         self.random_crops = random_crops
         self.skip = skip
         self.is_seeded = not isinstance(dataset, SampleReader)
-        self._has_epochs = self.is_seeded and bool(epoch_setters(dataset))
-        self.epoch: int | None = None  # that the set was told; ``None``: not known
+        self._sets_with_epochs = sets_with_epochs(dataset) if self.is_seeded else []
         while isinstance(dataset, Subset):  # its methods ask the same of the set inside
             dataset = dataset.dataset
         # Of the two methods that torch's loaders ask, the one that a subclass has.
@@ -242,10 +236,7 @@ class _SampleDataset(Dataset[Any]):
         key = epoch, index
         if index == PADDING:
             return key, None
-        if self._has_epochs and self.epoch != epoch:
-            self.epoch = epoch
-            for set_epoch in epoch_setters(self.dataset):
-                set_epoch(epoch)
+        tell_epoch(self._sets_with_epochs, epoch)
         try:
             return key, self._read(epoch, index)
         except BadSample as bad:

@@ -7,7 +7,8 @@ import copy
 import dataclasses
 import functools
 import hashlib
-from collections.abc import Callable, Mapping
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,6 +28,8 @@ Array = npt.NDArray[Any]
 WRAPPERS = (torchs.ConcatDataset, torchs.ChainDataset, torchs.StackDataset)
 
 PLAIN = (str, bytes, int, float, np.generic)
+
+_TOLD = "_mpitrain_epoch"  # attribute of a data set: the process, and the epoch
 
 
 class LoadedBatch(NamedTuple):
@@ -103,11 +106,21 @@ def wrapped_sets(dataset: Any) -> list[Any]:
     return list(sets.values() if isinstance(sets, dict) else sets)
 
 
-def epoch_setters(dataset: Any) -> list[Callable[[int], object]]:
-    """Return `set_epoch` of a data set, else of those that it wraps."""
-    if callable(found := getattr(dataset, "set_epoch", None)):
-        return [found]
-    return [it for inner in wrapped_sets(dataset) for it in epoch_setters(inner)]
+def sets_with_epochs(dataset: Any) -> list[Any]:
+    """Return the data set, if it has `set_epoch`, else those that it wraps and have."""
+    if callable(getattr(dataset, "set_epoch", None)):
+        return [dataset]
+    return [it for inner in wrapped_sets(dataset) for it in sets_with_epochs(inner)]
+
+
+def tell_epoch(sets: Iterable[Any], epoch: int) -> None:
+    """Call `set_epoch` of sets that this process has told another epoch last."""
+    for it in sets:
+        # At the set itself, since a training and a validation may read the same one.
+        attributes = getattr(it, "__dict__", {})
+        if attributes.get(_TOLD) != (told := (os.getpid(), epoch)):
+            it.set_epoch(epoch)
+            attributes[_TOLD] = told
 
 
 def map_tensors(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
@@ -142,18 +155,30 @@ def leaves_of(tree: Any) -> list[Any]:
 
     Of objects those with ``to_dict()``, as graphs have, and those that are mappings.
     """
-    found = []
-    for leaf in tree_leaves(tree):
-        if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
-            fields = dataclasses.fields(leaf)
-            found += leaves_of([getattr(leaf, each.name) for each in fields])
-        elif isinstance(leaf, Mapping):
-            found += leaves_of(dict(leaf))
-        elif hasattr(leaf, "to_dict"):
-            found += leaves_of(leaf.to_dict())
-        else:
-            found.append(leaf)
-    return found
+    return [leaf for _, leaf in named_leaves(tree)]
+
+
+def named_leaves(tree: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the same with their names, such as ``meta.path.0``."""
+    parts: Iterable[tuple[Any, Any]]
+    if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
+        fields = dataclasses.fields(tree)
+        parts = [(each.name, getattr(tree, each.name)) for each in fields]
+    elif isinstance(tree, Mapping):
+        parts = tree.items()
+    elif type(tree) in (list, tuple):
+        parts = enumerate(tree)
+    elif hasattr(tree, "to_dict"):
+        yield from named_leaves(tree.to_dict(), name)
+        return
+    else:
+        found = tree_leaves(tree)
+        if len(found) == 1 and found[0] is tree:
+            yield name, tree
+            return
+        parts = enumerate(found)  # of another class that torch knows
+    for key, part in parts:
+        yield from named_leaves(part, f"{name}.{key}".lstrip("."))
 
 
 def digest(tree: Any) -> str:
@@ -167,22 +192,59 @@ def digest(tree: Any) -> str:
     return found.hexdigest()[:16]
 
 
-def sample_digest(sample: Any) -> str:
+def sample_digest(sample: Any, *, is_path_whole: bool = False) -> str:
     """Return a text that is equal for equal samples; other objects do not count.
 
-    Texts, numbers and arrays count as tensors do. Streams have it in checkpoints.
+    Texts, numbers and arrays count as tensors do; of a path its last part, unless
+    ``is_path_whole``, since the next job may have the files elsewhere. Streams have it
+    in checkpoints.
     """
     plain: list[Any] = []
-    for leaf in leaves_of(sample):
+    for _, leaf in named_leaves(sample):
         if isinstance(leaf, PLAIN):
-            plain.append(leaf)
+            plain.append(leaf if is_path_whole else without_folders(leaf))
         elif isinstance(leaf, np.ndarray):
             # All of it: repr() leaves out the middle of an array of over 1000 numbers.
             # Of objects tobytes() would be their addresses.
-            values = leaf.tolist() if leaf.dtype.hasobject else leaf.tobytes()
-            plain.append((leaf.dtype.str, leaf.shape, values))
-    text = bytearray(repr(plain).encode())
-    return digest([sample, torch.frombuffer(text, dtype=torch.uint8)])
+            values: Any = [it for _, it in plain_leaves(leaf)]
+            if not is_path_whole and _has_texts(leaf):  # its dtype has their length
+                plain.append((leaf.shape, [*map(without_folders, values)]))
+            else:
+                values = values if leaf.dtype.hasobject else leaf.tobytes()
+                plain.append((leaf.dtype.str, leaf.shape, values))
+    return digest([sample, _as_bytes(plain)])
+
+
+def values_digest(sample: Any, texts: Iterable[str] = ()) -> str:
+    """Return a text that is equal for equal tensors, arrays of numbers, and texts."""
+    arrays = [
+        (leaf.dtype.str, leaf.shape, leaf.tobytes())
+        for leaf in leaves_of(sample)
+        if isinstance(leaf, np.ndarray) and not _has_texts(leaf)
+    ]
+    return digest([sample, _as_bytes([arrays, *texts])])
+
+
+def plain_leaves(sample: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield texts, numbers and the like with their names, also those of arrays."""
+    for where, leaf in named_leaves(sample, name):
+        if isinstance(leaf, PLAIN):
+            yield where, leaf
+        elif isinstance(leaf, np.ndarray) and _has_texts(leaf):
+            yield from plain_leaves(leaf.tolist(), where)
+
+
+def without_folders(value: Any) -> Any:
+    """Return the last part of a text with slashes, else the value."""
+    return value.rpartition("/")[2] if isinstance(value, str) else value
+
+
+def _has_texts(array: Array) -> bool:
+    return array.dtype.hasobject or array.dtype.kind == "U"
+
+
+def _as_bytes(plain: list[Any]) -> Tensor:
+    return torch.frombuffer(bytearray(repr(plain).encode()), dtype=torch.uint8)
 
 
 def dense_parts(tensor: Tensor) -> list[Tensor]:

@@ -544,6 +544,8 @@ def test_a_run_is_not_resumed_with_other_classes(world: World, run_dir: Path) ->
 class Words(Dataset[dict[str, Any]]):
     """Words whose place is a number; some draw."""
 
+    folder = ""  # of their files, and others in each job
+
     def __init__(self, words: str, *, draws: bool = False) -> None:
         self.words, self.draws = words.split(), draws
 
@@ -552,11 +554,15 @@ class Words(Dataset[dict[str, Any]]):
 
     def __getitem__(self, index: int) -> Any:
         inputs = torch.rand(64) if self.draws else torch.zeros(64)
-        return {"inputs": inputs, "word": self.words[index]}
+        word = self.folder + self.words[index]
+        return {"inputs": inputs, "word": word}
 
 
 def test_a_run_that_resumes_with_another_order_says_so(
-    world: World, run_dir: Path, caplog: pytest.LogCaptureFixture
+    world: World,
+    run_dir: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def run(name: str, data: Any, val: Any, epochs: int = 1, **options: Any) -> int:
         trainer = Trainer(
@@ -575,6 +581,7 @@ def test_a_run_that_resumes_with_another_order_says_so(
     words, other = "a b c d", "d c b a"
     new = {"resume": str(run_dir / "a"), "epochs": 2}
     assert run("a", Words(words, draws=True), Words(words)) == 0
+    monkeypatch.setattr(Words, "folder", "/tmp/job.2/")
     assert run("a", Words(words, draws=True), Words(words)) == 0
     assert run("a", Words(other, draws=True), Words(words)) == world.is_rank_zero
     assert "(train) is not that" in caplog.text or not world.is_rank_zero

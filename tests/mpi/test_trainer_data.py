@@ -31,12 +31,13 @@ from torch.utils.data import (
     default_collate,
 )
 
+from mpitrain.data.custom import build_samples
 from mpitrain.data.loader import Batch
 from mpitrain.data.map_style import MapStyle
 from mpitrain.data.sharding import Indices, epoch_order
 from mpitrain.data.worker_tuner import Reading, WorkerTuner
 from mpitrain.errors import DataError, UsageError
-from mpitrain.mpi.shared_arrays import Communicator
+from mpitrain.mpi.shared_arrays import Communicator, communicator
 from mpitrain.mpi.world import World
 from mpitrain.tasks.image_classification.datasets.named import InMemory
 from mpitrain.tasks.task import Task
@@ -261,31 +262,67 @@ def test_data_that_differ_between_ranks_are_refused(world: World) -> None:
 
 
 class Texts(Dataset[dict[str, Any]]):
-    """Samples whose texts alone are others on another rank."""
+    """Samples of which one part alone is another one on another rank."""
 
-    def __init__(self, rank: int, kind: Any) -> None:
-        self.rank, self.kind = rank, kind
+    def __init__(self, part: Any) -> None:
+        self.part = part
 
     def __len__(self) -> int:
         return 8
 
     def __getitem__(self, index: int) -> Any:
-        return {"inputs": torch.zeros(64), "text": self.kind(self.rank + index)}
+        return {"inputs": torch.zeros(64), "meta": {"part": self.part}}
 
 
-@pytest.mark.parametrize("kind", [str, lambda it: np.array([str(it)], object)])
-def test_samples_of_which_the_texts_differ_between_ranks_are_refused(
-    world: World, kind: Any
+def check_texts(world: World, part: Any) -> None:
+    build_samples(
+        Texts(part),
+        "the training data",
+        seed=1,
+        world=world,
+        ranks=communicator(world),
+        collate_fn=list,
+    )
+
+
+@pytest.mark.parametrize(
+    "kind", [str, int, lambda it: np.array([str(it)], object), lambda it: [f"/a/b{it}"]]
+)
+def test_texts_that_differ_between_ranks_are_named_once(
+    world: World, caplog: pytest.LogCaptureFixture, kind: Any
 ) -> None:
     if world.world_size == 1:
         return
-    trainer = Trainer(
-        Net(), Texts(world.rank, kind), None, config_of(), world=world, collate_fn=list
-    )
-    with pytest.raises(
-        DataError, match="the first sample of the training data differs"
-    ):
-        trainer.fit()
+    check_texts(world, kind(world.rank))
+    assert len(caplog.messages) == world.is_rank_zero
+    if world.is_rank_zero:
+        (said,) = caplog.messages
+        assert "but 0.meta.part" in said
+        assert all(f"{it} on rank {it}" in said.replace("'", "") for it in (0, 1))
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        lambda rank: f"/local/{rank}/cat.png",
+        lambda rank: np.array([f"/local/{'r' * rank}/cat.png"]),
+        lambda rank: np.array([f"/local/{rank}/cat.png", object()], object),
+        lambda rank: object(),
+    ],
+    ids=["path", "array", "objects", "object"],
+)
+def test_files_that_are_elsewhere_on_each_node_are_the_same(
+    world: World, caplog: pytest.LogCaptureFixture, kind: Any
+) -> None:
+    check_texts(world, kind(world.rank))
+    assert not caplog.messages
+
+
+def test_arrays_that_differ_between_ranks_are_refused(world: World) -> None:
+    if world.world_size == 1:
+        return
+    with pytest.raises(DataError, match="first sample of the training data differs"):
+        check_texts(world, np.full(3, world.rank))
 
 
 @pytest.mark.parametrize("which", [0, 1, 2])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -24,6 +25,7 @@ from torch.utils.data import (
 
 from mpitrain.config import DataConfig
 from mpitrain.data.custom import Samples, build_samples
+from mpitrain.data.samples import sample_digest
 from mpitrain.data.sharding import RankShard
 from mpitrain.errors import DataError
 from mpitrain.tasks.image_classification.datasets.named import Data, load_data
@@ -264,6 +266,58 @@ def test_a_set_that_draws_from_its_own_generator_is_told_once(
     assert caplog.text.count(words) == is_told
     if is_told:
         assert "torch.rand" in caplog.text
+
+
+class Debugged(Dataset[Any]):
+    """Samples with what is another one whenever they are read."""
+
+    def __len__(self) -> int:
+        return NUM
+
+    def __getitem__(self, index: int) -> Any:
+        of_read = {"time": time.perf_counter(), "of": np.array([object()], object)}
+        return {"inputs": torch.zeros(2), "path": "/job.1/a.png", **of_read}
+
+
+def test_what_is_no_tensor_may_change_when_it_is_read_again(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    found = {
+        build_samples(
+            Debugged(),
+            "the training data",
+            seed=1,
+            world=LONE,
+            ranks=lone_communicator(),
+            collate_fn=list,
+        ).first_digest
+        for _ in range(2)
+    }
+    assert len(found) == 1
+    assert "" not in found
+    assert not caplog.messages
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "is_equal"),
+    [
+        ("/job.1/a.png", "/job.2/a.png", True),
+        ("/job.1/a.png", "/job.1/b.png", False),
+        (
+            np.array([object(), "/1/a"], object),
+            np.array([object(), "/22/a"], object),
+            1,
+        ),
+        (np.array(["/1/a"]), np.array(["/22/a"]), True),
+        (np.array(["/1/a"]), np.array(["/1/b"]), False),
+        (np.array([1]), np.array([2]), False),
+    ],
+)
+def test_a_sample_is_told_by_the_names_of_its_files_not_by_their_folders(
+    first: Any, second: Any, is_equal: bool
+) -> None:
+    one, other = (sample_digest({"of": [it]}) for it in (first, second))
+    assert (one == other) == is_equal
 
 
 # --- streams and classes --------------------------------------------------------------

@@ -312,13 +312,14 @@ class Epochs(Dataset[Any]):
     """Its samples are the epoch that it was told last."""
 
     def __init__(self) -> None:
-        self.epoch = -1
+        self.epoch, self.told = -1, list[int]()
 
     def __len__(self) -> int:
         return 20
 
     def set_epoch(self, epoch: int) -> None:
         self.epoch = epoch
+        self.told.append(epoch)
 
     def __getitem__(self, index: int) -> Any:
         return torch.tensor(float(self.epoch)), index
@@ -354,3 +355,17 @@ def test_the_epoch_is_told_wherever_samples_are_read(
         assert {epoch_of(it) for it in batches} == {float(epoch)}
     train.close()
     val.close()
+
+
+def test_an_epoch_is_told_once() -> None:
+    data = Epochs()
+    train, val = (MapStyle(Subset(data, range(20)), seed=1) for _ in range(2))
+    train.example()
+    train.reread_example()
+    shard = dataclasses.replace(SHARD, global_batch_size=2)
+    for epoch in (1, 2):
+        assert len(list(train.batches(shard, epoch))) > 2
+    assert data.told == [0, 1, 2]
+    list(val.batches(shard, 0))
+    list(train.batches(shard, 3))
+    assert data.told == [0, 1, 2, 0, 3]
