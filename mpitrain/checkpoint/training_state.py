@@ -75,8 +75,7 @@ def collect(
             "trainable": engine.stage.trainable,
             "strategy": engine.strategy.name,
             "state": asdict(state),
-            "should_stop": trainer.should_stop,
-            "finished_by": _finishers(trainer),
+            "finished_by": _finishers(trainer) if trainer.should_stop else [],
             "places": engine.data.places(),
             "loss_scale": engine.optimizer.scale.state(),
             "optimizers": schedules_to_save(engine.optimizer),
@@ -113,11 +112,10 @@ def restore_trainer(
         state = found["callbacks"].get(type(callback).__name__)
         if state is not None:
             callback.load_state_dict(state)
-    # The run stays finished, unless the callback that had a reason has none any more,
-    # such as one with more patience.
+    # The run stays finished while the callback that had a reason has one: not with more
+    # patience. A stop without a reason, as by a budget of a job, is of that job alone.
     before = set(found.get("finished_by", ()))
-    is_finished = not before or not before.isdisjoint(_finishers(trainer))
-    if is_own and found.get("should_stop") and is_finished:
+    if is_own and not before.isdisjoint(_finishers(trainer)):
         trainer.should_stop = True
 
 

@@ -112,7 +112,11 @@ class Callback:
         """Called when the training fails on this rank; not collective."""
 
     def finish_reason(self) -> str:
-        """Return why it has finished the training before its end; empty if not."""
+        """Return why it has finished the training before its end; empty if not.
+
+        With a reason the run stays finished when it is started again; without one it
+        trains on.
+        """
         return ""
 
     def state_dict(self) -> Mapping[str, Any]:

@@ -139,7 +139,7 @@ def test_the_example_of_the_page_finishes_a_training_and_goes_into_checkpoints(
 
 
 class Enough(Callback):
-    """Finishes a training after an epoch; it keeps no state."""
+    """Finishes a training after an epoch; with a reason it has a state."""
 
     def __init__(self, epoch: int, reason: str = "") -> None:
         self.epoch, self.reason, self.found = epoch, reason, ""
@@ -175,11 +175,12 @@ def test_a_run_that_a_callback_has_finished_stays_finished(
         trainer.fit()
         return trainer.state.step
 
-    assert [steps("a", Enough(2)) for _ in range(3)] == [2, 2, 2]
+    assert [steps("a", Enough(2, "enough")) for _ in range(3)] == [2, 2, 2]
     assert steps("new", Enough(4), resume=str(run_dir / "a")) == 4
     # One that gave a reason, and has none any more, trains on.
-    assert [steps("b", Enough(2, "enough")) for _ in range(2)] == [2, 2]
-    assert steps("b", Enough(5, "enough")) == 5
+    assert steps("a", Enough(5, "enough")) == 5
+    # Without a reason each job has its own end, such as a budget.
+    assert [steps("b", Enough(1)) for _ in range(3)] == [1, 2, 3]
 
 
 def test_the_file_of_the_page_has_each_step_once_after_a_resume(
