@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -19,6 +20,8 @@ from mpitrain.data.sharding import RankShard, max_shard_size
 from mpitrain.errors import UsageError
 from mpitrain.launch.job import require_world
 from mpitrain.mpi.shared_arrays import communicator
+
+logger = logging.getLogger("mpitrain")
 
 
 class DataLoader:
@@ -57,7 +60,8 @@ class DataLoader:
 
     Attributes:
         epoch: Of the next or present batches, from 1. It increases when one is read to
-            its end, not at a ``break``, after which it begins anew.
+            its end. After a ``break`` the next loop begins the next epoch, or without
+            ``shuffle`` the same one anew.
         step: Global batches of the epoch that were yielded to their end.
         sync_gradients: Whether the last batch that was yielded ends its global batch.
         num_samples: Samples of its global batch, over all ranks.
@@ -103,7 +107,7 @@ class DataLoader:
         self._shuffle, self._seed = shuffle, seed
         self._order = [seed, shuffle, global_batch_size, self._samples.num_samples]
         self.epoch, self.step = 1, 0
-        self._first_step = 0  # of the next iteration
+        self._first_step: int | None = 0  # of the next iteration; ``None``: was left
         self.sync_gradients, self.num_samples = False, 0
         self.indices = np.zeros(0, np.int64)
 
@@ -114,19 +118,27 @@ class DataLoader:
         return max_shard_size(self._samples.num_samples, self._sizes[0])
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin an epoch, from 1; in the present one its step stays; local."""
+        """Begin an epoch, from 1; local.
+
+        In the present one its step stays; after a ``break`` it begins anew.
+        """
         if epoch != self.epoch:
             self.epoch, self.step, self._first_step = epoch, 0, 0
+        elif self._first_step is None:
+            self._first_step = 0
 
     def __iter__(self) -> Iterator[tuple[Any, Tensor]]:
         """Yield the batches of the epoch, and the weights of their rows.
 
-        All of them, also after a ``break``; after `load_state_dict` those that are
-        left. Weights are float64 `(rows,)`, on this rank's device as the batches:
-        ranks / samples of the global batch; 0: padding.
+        After a ``break`` those of the next epoch, or all of the same one without
+        ``shuffle``; after `load_state_dict` those that are left. Weights are float64
+        `(rows,)`, on this rank's device as the batches: ranks / samples of the global
+        batch; 0: padding.
         """
+        # As torch's: with ``shuffle`` each loop has another order.
+        self.epoch += self._first_step is None and self._shuffle
         samples, world, epoch = self._samples, self._world, self.epoch
-        self.step, self._first_step = self._first_step, 0
+        self.step, self._first_step = self._first_step or 0, None
         order = None
         if samples.num_samples is not None and self._shuffle:
             order = samples.order(self._seed, epoch)
@@ -149,7 +161,7 @@ class DataLoader:
                     if self.sync_gradients:
                         self.step = step.number + 1
                     yield self._content(batch), self._weights(batch)
-        self.epoch, self.step = epoch + 1, 0
+        self.epoch, self.step, self._first_step = epoch + 1, 0, 0
 
     def state_dict(self) -> dict[str, Any]:
         """Return epoch and step."""
@@ -158,7 +170,9 @@ class DataLoader:
                 "a DataLoader cannot resume within an epoch of a data set with "
                 "shard(); expected to save it after an epoch"
             ).on_all_ranks()
-        return {"epoch": self.epoch, "step": self.step, "order": self._order}
+        place = {"epoch": self.epoch, "step": self.step}
+        first = self._samples.first_digest
+        return {**place, "order": self._order, "first_sample": first}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue behind a step.
@@ -172,6 +186,17 @@ class DataLoader:
                 f"global_batch_size and number of samples were {state['order']}, now "
                 f"{self._order}; expected the same"
             ).on_all_ranks()
+        before = state.get("first_sample")  # not in older checkpoints
+        now = self._samples.first_digest
+        # With another seed random transforms make another one of it.
+        is_other = before and now and before != now and state["order"][0] == self._seed
+        if is_other and self._world.is_rank_zero:
+            logger.warning(
+                "the first sample of a DataLoader is not that of the checkpoint: the "
+                "data set has another order, or other samples or transforms. The rest "
+                "of an epoch may then have samples twice, and others never; expected "
+                "the same order in each job, such as that of sorted(names)"
+            )
         self.epoch, self.step = state["epoch"], state["step"]
         self._first_step = self.step
 

@@ -438,6 +438,52 @@ def test_a_loader_that_was_left_begins_its_epoch_anew(ranks: Communicator) -> No
     assert seen_by_all(loader, ranks) == steps  # not once more behind that step
 
 
+def test_a_shuffled_loader_that_was_left_has_another_order_next(
+    ranks: Communicator,
+) -> None:
+    """As torch's: a loop with a ``break`` sees other samples each time."""
+
+    def make() -> DataLoader:
+        return DataLoader(torch.arange(7.0), 3)
+
+    def order(epoch: int) -> list[float]:
+        return [float(it) for it in epoch_order(7, 1, epoch)]
+
+    def flat(loader: DataLoader) -> list[float]:
+        return list(itertools.chain(*seen_by_all(loader, ranks)))
+
+    loader = make()
+    for epoch in (1, 2):
+        next(iter(loader))
+        assert (loader.epoch, loader.step) == (epoch, 1)
+    again = make()
+    again.load_state_dict(loader.state_dict())
+    assert flat(again) == order(2)[3:]
+    assert flat(loader) == order(3)
+    next(iter(loader))
+    loader.set_epoch(4)  # the one that was left
+    assert flat(loader) == order(4)
+    next(iter(loader))
+    loader.set_epoch(2)
+    assert flat(loader) == order(2)
+    assert loader.epoch == 3
+
+
+def test_a_loader_that_resumes_with_another_order_says_so(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    state = DataLoader(torch.arange(7.0), 3).state_dict()
+    DataLoader(torch.arange(7.0), 3).load_state_dict(state)
+    DataLoader(torch.arange(7.0) + 1, 3, seed=2).load_state_dict(state)
+    del state["first_sample"]  # as of an older version
+    DataLoader(torch.arange(7.0) + 1, 3).load_state_dict(state)
+    assert not caplog.messages
+    state = DataLoader(torch.arange(7.0), 3).state_dict()
+    DataLoader(torch.arange(7.0) + 1, 3).load_state_dict(state)
+    assert len(caplog.messages) == world.is_rank_zero
+    assert all("is not that of the checkpoint" in it for it in caplog.messages)
+
+
 def test_what_does_not_fit_is_refused_by_name_on_all_ranks(
     world: World, ranks: Communicator, run_dir: Path
 ) -> None:
