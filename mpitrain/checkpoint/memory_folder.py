@@ -24,6 +24,7 @@ from pathlib import Path
 from mpitrain.checkpoint.layout import FOLDER, list_checkpoints, remove_whole
 from mpitrain.files import make_private_folder
 from mpitrain.mpi.world import World
+from mpitrain.record.supervised import tell_memory_removed
 from mpitrain.watchdog.process import memory_left
 
 SHARED_MEMORY = Path("/dev/shm")  # a tmpfs on every Linux
@@ -44,6 +45,8 @@ class MemoryFolder:
         name = f"{token}-{world.hostname}-{run_id}"
         self.path = _folder_of_user() / name
         self.is_keeper = world.local_rank == 0
+        self.has_warned = False  # that what is in it cannot be used
+        self._is_rank_zero = world.is_rank_zero
         self._lock = -1
 
     def open(self) -> None:
@@ -67,6 +70,8 @@ class MemoryFolder:
         """Remove the folder; local."""
         if self.is_keeper:
             _remove([self.path])
+        if self._is_rank_zero:  # else the next start would look for it
+            tell_memory_removed()
 
     def keep_only(self, names: Sequence[str]) -> None:
         """Remove the checkpoints of other names; local."""

@@ -84,6 +84,7 @@ def find_in_memory(
             folder.keep_only([name])
             ranks.allgather(None)  # the others are gone on all nodes
             return next(it for it in list_checkpoints(folder.path) if it.path == path)
+        folder.has_warned = True
         if world.is_rank_zero:
             reason = next(filter(None, errors))
             logger.warning("no checkpoint from memory: %s", reason)

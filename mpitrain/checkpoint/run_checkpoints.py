@@ -155,6 +155,7 @@ class RunCheckpoints:
         if found is None or MPI_PROCESS.sub_worlds or not self._memory:
             return
         folder, mine = MemoryFolder(world, found.token, self._run_id), ""
+        was_there = folder.path.exists()  # else made by `open`
         try:
             folder.open()
         except OSError as error:
@@ -168,8 +169,12 @@ class RunCheckpoints:
         on_disk = None if self.reader is None else self.reader.checkpoint
         if newest is not None and (on_disk is None or newest > on_disk):
             self.reader, self._is_from_memory = CheckpointReader(newest), True
-        step = read_memory_step(os.environ) if world.is_rank_zero else 0
-        if newest is None and found.num_restarts and step:
+        # Not where mpitrain has removed it, or has told why it cannot be used.
+        is_lost = newest is None and not folder.has_warned
+        is_lost &= not all(ranks.allgather(was_there))
+        step = read_memory_step(os.environ, is_there=True) if world.is_rank_zero else 0
+        is_newer = step > (0 if on_disk is None else on_disk.step)
+        if is_lost and found.num_restarts and is_newer:
             logger.warning(
                 "the checkpoint of step %d is no longer in memory (%s): its nodes are "
                 "lost, or systemd emptied it when the user's last login ended "

@@ -3,7 +3,8 @@
     .run        rank zero: the run folder that it has opened
     .before     `supervise`: `.run` of the start before
     .restarts   `supervise`: its token, and how often it has restarted
-    .step       rank zero: the step that the nodes have in memory
+    .step       rank zero: the step that the nodes have in memory; and if they have
+                removed it
 
 A training that is started again finds the folder of before: it resumes, although the
 command line asks for a new run. See docs/decisions/0017.
@@ -27,6 +28,8 @@ from mpitrain.record.jsonl import changed_at
 logger = logging.getLogger("mpitrain")
 
 RESTARTS = "restarts.jsonl"
+
+_REMOVED = "removed"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,11 +117,22 @@ def write_memory_step(step: int) -> None:
             file.write_text(f"{step}\n")
 
 
-def read_memory_step(environ: Mapping[str, str]) -> int:
-    """Return the step that the nodes have had in memory last; 0: none."""
+def tell_memory_removed() -> None:
+    """Write that mpitrain itself has removed what was in memory; on rank zero."""
+    if (file := beside_status(os.environ, "step")) is not None:
+        with contextlib.suppress(OSError), file.open("a") as lines:
+            lines.write(f"{_REMOVED}\n")
+
+
+def read_memory_step(environ: Mapping[str, str], *, is_there: bool = False) -> int:
+    """Return the step that the nodes have had in memory last; 0: none.
+
+    With ``is_there`` also 0 if mpitrain has removed it.
+    """
     if (file := beside_status(environ, "step")) is not None:
         with contextlib.suppress(OSError, ValueError):
-            return int(file.read_text())
+            step, *rest = file.read_text().split()
+            return 0 if is_there and _REMOVED in rest else int(step)
     return 0
 
 

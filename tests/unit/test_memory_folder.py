@@ -7,15 +7,22 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from single_process import LONE, lone_communicator
 
 from mpitrain.checkpoint import memory_folder
+from mpitrain.checkpoint.layout import Checkpoint
 from mpitrain.checkpoint.memory_folder import LEFT_SECONDS, MemoryFolder
 from mpitrain.checkpoint.memory_level import best_interval
 from mpitrain.checkpoint.run_checkpoints import RunCheckpoints
-from mpitrain.record.supervised import Supervision, begin_start, write_memory_step
+from mpitrain.record.supervised import (
+    Supervision,
+    begin_start,
+    read_memory_step,
+    write_memory_step,
+)
 from mpitrain.watchdog import process
 
 HOLD = """
@@ -91,13 +98,37 @@ def test_a_restart_says_that_memory_was_emptied(
     status = tmp_path / "status"
     monkeypatch.setenv("MPITRAIN_STATUS_FILE", str(status))
     checkpoints = RunCheckpoints(tmp_path / "run")
-    for num_restarts, step, is_said in ((0, 5, False), (1, 0, False), (1, 5, True)):
+
+    def said(step: int, num_restarts: int = 1, *, is_removed: bool = False) -> bool:
         begin_start(
             os.environ, Supervision(token="t", seconds=1.0, num_restarts=num_restarts)
         )
         write_memory_step(step)
+        if is_removed:
+            MemoryFolder(LONE, "t", "a").remove()
+            assert read_memory_step(os.environ) == step  # which counts as progress
+        caplog.clear()
         checkpoints._find_in_memory(LONE, lone_communicator())
-        assert ("step 5 is no longer in memory" in caplog.text) == is_said
+        return f"step {step} is no longer in memory" in caplog.text
+
+    def empty() -> None:
+        memory_folder.remove_all("t")
+
+    assert not said(5, num_restarts=0)
+    empty()
+    assert not said(0)
+    empty()
+    assert said(5)
+    assert not said(5), "the folder was there: what it had was of no use"
+    empty()
+    assert not said(5, is_removed=True)
+    empty()
+    path = tmp_path / "run/checkpoints/step-00000007"
+    on_disk = Checkpoint(step=7, epoch=0, path=path)
+    monkeypatch.setattr(checkpoints, "reader", SimpleNamespace(checkpoint=on_disk))
+    assert not said(7)
+    empty()
+    assert said(8)
 
 
 def test_the_last_job_leaves_nothing_behind(shared_memory: Path) -> None:
