@@ -170,19 +170,27 @@ def steps_of_evaluation(
     loader: BatchLoader, rank_shard: RankShard
 ) -> Iterator[RankStep]:
     """Yield the steps of an evaluation; say so if it may never end. Collective."""
-    is_stream = rank_shard.order is None
+    has_end = rank_shard.order is not None or _has_length(loader.samples)
     for step in loader.steps(rank_shard, epoch=0):
-        is_long = (step.number + 1) * rank_shard.world_size >= ENDLESS_BATCHES
-        if is_stream and is_long and not loader.has_warned:
+        is_long = step.number + 1 >= ENDLESS_BATCHES
+        if not has_end and is_long and not loader.has_warned:
             loader.has_warned = True
             if rank_shard.rank == 0:
                 logger.warning(
-                    "an evaluation has had %d batches; that of an iterable data set "
-                    "without an end does not end. Expected a set that ends, such as "
-                    "by itertools.islice in its __iter__",
+                    "an evaluation has had %d batches on each rank; that of an "
+                    "iterable data set without an end does not end. Expected a set "
+                    "that ends, such as by itertools.islice in its __iter__",
                     ENDLESS_BATCHES,
                 )
         yield step
+
+
+def _has_length(samples: Any) -> bool:
+    """Whether a stream knows how long it is, by ``__len__``."""
+    try:
+        return len(samples.dataset) >= 0
+    except (AttributeError, TypeError, NotImplementedError):
+        return False
 
 
 @torch.no_grad()

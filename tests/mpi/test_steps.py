@@ -202,12 +202,23 @@ def test_an_evaluation_that_may_have_no_end_is_warned_of_once(
         def __iter__(self) -> Iterator[Any]:
             return itertools.islice(Endless(), 1000)
 
+    class Sized(Long):
+        def __len__(self) -> int:
+            return 1000
+
     monkeypatch.setattr(mpitrain.train.evaluate, "ENDLESS_BATCHES", 2)
     data, config = some(BATCH_SIZE), config_of(epochs=2)
+    Trainer(Net(), data, Sized(), config, world=world).fit()
+    assert not caplog.messages
     trainer = Trainer(Net(), data, Long(), config, world=world)
     trainer.fit()
     assert len(caplog.messages) == world.is_rank_zero
     assert all("an evaluation has had 2 batches" in it for it in caplog.messages)
+    monkeypatch.setattr(mpitrain.train.evaluate, "ENDLESS_BATCHES", 1000)
+    caplog.clear()
+    trainer.predict(Long())
+    assert not caplog.messages  # of all ranks together it has more
+    monkeypatch.setattr(mpitrain.train.evaluate, "ENDLESS_BATCHES", 2)
     caplog.clear()
     trainer.predict(Long())
     assert len(caplog.messages) == world.is_rank_zero
