@@ -58,8 +58,8 @@ class HealthCheck(Callback):
             logger.warning(
                 "data loading takes %.0f %% of a step: %s",
                 100 * waited,
-                "the samples are in memory, and it gathers and transforms them; images "
-                "that are stored at --image-size need no resize"
+                "the samples are in memory; gathering and transforming them takes the "
+                "time"
                 if trainer.engine.data.train_loader.samples.is_in_memory
                 else f"see what --num-workers auto finds (now {now}), or use a format "
                 "that is read faster, such as shards",

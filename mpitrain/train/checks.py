@@ -290,12 +290,20 @@ def warn_of_converted(model: nn.Module, config: TrainConfig) -> None:
     named = [*model.named_parameters(), *model.named_buffers()]
     is_double = all(it.dtype == torch.float64 for it in model.parameters())
     kinds = [torch.bfloat16, torch.float16, *[torch.float64] * (not is_double)]
-    if found := [name for name, it in named if it.dtype in kinds]:
+    computes_16 = config.precision in ("bf16", "fp16")
+    for kind in kinds:
+        if not (found := [name for name, it in named if it.dtype == kind]):
+            continue
+        advice = "precision='fp64' keeps 64 bits; what needs them alone may be an "
+        advice += "attribute that is no buffer"
+        if kind != torch.float64:
+            advice = "precision='bf16' computes in 16 bits" * (not computes_16)
         logger.warning(
-            "%s: of 16 or 64 bits, and float32 in the training, frozen ones and "
-            "buffers too. precision='bf16' computes in 16 bits, 'fp64' keeps 64; what "
-            "needs 64 bits alone may be an attribute that is no buffer",
+            "these weights or buffers are %s and are trained as float32, frozen ones "
+            "too: %s%s",
+            str(kind).removeprefix("torch."),
             shown_names(found),
+            f". {advice}" * bool(advice),
         )
 
 

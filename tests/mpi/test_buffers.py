@@ -11,10 +11,12 @@ from reference_training import NUM_SAMPLES, Net, config_of, some, trained
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
+from mpitrain.config import TrainConfig
 from mpitrain.errors import UsageError
 from mpitrain.mpi.collectives import world_comm
 from mpitrain.mpi.world import World
 from mpitrain.train.callbacks import Callback
+from mpitrain.train.checks import warn_of_converted
 from mpitrain.train.trainer import Trainer
 
 pytestmark = pytest.mark.mpi
@@ -152,8 +154,19 @@ def test_weights_and_buffers_whose_dtype_changes_are_named(
     model = nn.Sequential(nn.Flatten(), nn.Linear(64, 10)).to(torch.bfloat16)
     model.register_buffer("time", torch.tensor([1e9 + 1], dtype=torch.float64))
     trained(world, model=model, epochs=1, precision="fp32")
-    words = "1.weight, 1.bias, time: of 16 or 64 bits, and float32"
-    assert (words in caplog.text) == world.is_rank_zero
+    words = "bfloat16 and are trained as float32, frozen ones too: 1.weight, 1.bias. "
+    for of_kind in (f"{words}precision='bf16'", "float64 and", "too: time. precision"):
+        assert (of_kind in caplog.text) == world.is_rank_zero
     caplog.clear()
     trained(world, model=nn.Sequential(nn.Flatten(), nn.Linear(64, 10)), epochs=1)
-    assert "of 16 or 64 bits" not in caplog.text
+    assert "trained as float32" not in caplog.text
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_who_computes_in_16_bits_is_not_told_to(
+    caplog: pytest.LogCaptureFixture, precision: Any
+) -> None:
+    model = nn.Linear(2, 2, dtype=torch.bfloat16)
+    warn_of_converted(model, TrainConfig(precision=precision))
+    (said,) = caplog.messages
+    assert said.endswith("too: weight, bias") == (precision == "bf16")

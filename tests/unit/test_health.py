@@ -103,7 +103,8 @@ def test_more_workers_do_not_help_samples_in_memory(said: list[str]) -> None:
     of = trainer(is_in_memory=True)
     told(HealthCheck("runs/a"), FAIR, of=of, data_seconds=0.7)
     (words,) = said
-    assert "35 % of a step: the samples are in memory" in words
+    assert "35 % of a step: the samples are in memory; gathering" in words
+    assert "image" not in words
     assert "num-workers" not in words
     assert "shards" not in words
 
