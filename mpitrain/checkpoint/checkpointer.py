@@ -99,7 +99,8 @@ class Checkpointer(RunCheckpoints, Callback):
             is the best so far is written, too, if any of these, ``best_by`` or
             ``load_best_at_end`` is set.
         every_steps: Steps between two checkpoints; ``None``: not by steps.
-        every_minutes: Minutes between two checkpoints; ``None``: not by time.
+        every_minutes: Minutes between two checkpoints; ``None``: not by time. With
+            ``best_by`` each epoch that is better is written besides.
         keep: How many of the newest are kept, beside the best one; ``None``: all.
         memory: Under ``supervise --restarts``, the share of a node's free memory for
             checkpoints in between, from which a restart resumes; 0: none.

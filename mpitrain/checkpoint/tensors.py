@@ -389,7 +389,9 @@ def _take_progress(it: ScheduledOptimizer, saved: Mapping[str, Any]) -> list[str
     That is what its script has set as that of the run before, the run before has
     changed, and the scheduler does not set. Return what the script has set otherwise.
     """
-    firsts = saved.get("first_groups") or saved["groups"]  # not in older checkpoints
+    firsts = saved.get("first_groups")
+    if not firsts:  # in older checkpoints; what the run before has changed is not known
+        return []
     changed: list[str] = []
     for number, (group, mine, now, first, last) in enumerate(
         zip(

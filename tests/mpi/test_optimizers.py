@@ -27,6 +27,7 @@ from mpitrain import (
     UsageError,
     World,
 )
+from mpitrain.checkpoint import training_state
 from mpitrain.data.randomness import seed_all, step_seed
 from mpitrain.data.sharding import epoch_order
 from mpitrain.train.scheduled_optimizers import ScheduledOptimizer
@@ -969,6 +970,25 @@ def test_a_new_run_takes_the_rates_and_settings_of_its_script(
     said = capsys.readouterr().out
     words = "changed since then: lr: 0.1 -> 0.001, weight_decay: 0.5 -> 0.0 of AdamW"
     assert (words in said) == world.is_rank_zero
+
+
+def test_what_a_run_of_an_older_version_has_set_is_not_guessed(
+    world: World,
+    run_dir: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def older(optimizer: Any) -> Any:
+        found = to_save(optimizer)
+        for state in found["states"]:
+            del state["first_groups"]
+        return found
+
+    to_save = training_state.schedules_to_save
+    monkeypatch.setattr(training_state, "schedules_to_save", older)
+    kinds = {"optimizer": sgd, "scheduler": LENGTHS["one cycle"]}
+    continued(world, run_dir, kinds, kinds)
+    assert " of SGD" not in capsys.readouterr().out
 
 
 def test_a_new_run_goes_on_counting_what_an_optimizer_counts_in_its_groups(
