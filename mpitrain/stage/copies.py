@@ -3,7 +3,8 @@
 A copy is the folder ``<to>/mpitrain-stage-<uid>/<hash>``. Every process that writes or
 uses it holds a shared lock of the file ``.lock`` in it. It is written under the name
 ``<hash>.partial-...``; a partial copy without a lock is dead. Copies are found, renamed
-and removed under the lock of the folder above.
+and removed under the lock of the folder above. Where nodes share that folder, the first
+one has ``<hash>``, and each other ``<hash>-<its boot>``.
 """
 
 from __future__ import annotations
@@ -64,8 +65,12 @@ class NodeCopy:
         # The same on all nodes: rank zero reads the words of the command for all.
         self._kind = _hash([*index.roots][:1])[:8]
         name = f"{self._kind}-{_hash((index.roots, index.entries, self._above))[:16]}"
-        self.folder = f"{self._above}/{name}"
-        self._paths = {it: self.folder + real for it, real in index.roots.items()}
+        self._plain = f"{self._above}/{name}"
+        self._take_name(self._plain)
+
+    def _take_name(self, folder: str) -> None:
+        self.folder = folder
+        self._paths = {it: folder + real for it, real in self.index.roots.items()}
         self._move = Relocation(self._paths)
 
     def prepare(self) -> bool:
@@ -79,7 +84,11 @@ class NodeCopy:
         with self._errors():
             make_private_folder(Path(self._above))
             with _lock(self._above, fcntl.LOCK_EX, 60):
-                self.had_it = self._is_complete()
+                of_boot = f"{self._plain}-{_hash(boot_id())[:8]}"
+                for folder in (self._plain, of_boot):
+                    if not self.had_it:
+                        self._take_name(folder)
+                        self.had_it = self._is_complete()
                 if self.had_it:
                     self._use()  # first, so that it is not removed
                 for path in Path(self._above).iterdir():
@@ -87,13 +96,29 @@ class NodeCopy:
                         with suppress(OSError), _lock(str(path), fcntl.LOCK_EX):
                             shutil.rmtree(path)
                 if not self.had_it:
+                    self._take_name(of_boot if self._is_of_others() else self._plain)
                     self._begin()
         # Also after an error: then this node forwards, and `finish` removes its part.
         return bool(self._made)
 
+    def _is_of_others(self) -> bool:
+        """Whether another node has the copy of the plain name, or writes it.
+
+        Called after the removals: what is left is held by a process that lives, and a
+        boot that is not this one's is another node's.
+        """
+        pattern = f"{Path(self._plain).name}*"
+        for path in Path(self._above).glob(pattern):
+            is_plain = path.name.partition(".")[0] == Path(self._plain).name
+            with suppress(OSError):
+                if is_plain and Path(path, ".boot").read_text() != boot_id():
+                    return True
+        return False
+
     def _begin(self) -> None:
         if Path(self.folder).exists():  # it could not be removed
-            raise OSError(0, "the copy has lost files, and another job uses it")
+            reason = "the copy has lost files, and another job uses it"
+            raise OSError(0, f"{reason}; wait for its end, or give --to another folder")
         self._made = tempfile.mkdtemp("", f"{self.folder}.partial-")
         hold(self._made)  # also under its later name
         Path(self._made, ".boot").write_text(boot_id())

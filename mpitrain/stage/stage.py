@@ -257,9 +257,10 @@ def _print_report(
     num_files = sum(len(it.index.files) for it in copies)
     size = sum(it.index.size for it in copies)
     num_had = sum(had_it for _, _, had_it, _ in nodes)
+    had_it = f"{num_had} node{'s' * (num_had != 1)} had a copy already"
     text = (
         f"{num_files:,} files, {size / 1e6:,.0f} MB, on {num_good} of {len(nodes)} "
-        f"nodes in {seconds:.1f} s; {num_had} had it"
+        f"nodes in {seconds:.1f} s; {had_it}"
     )
     if not any(it.index.roots for it in copies):
         text = f"nothing: {sys.prefix} belongs to each node's own system"
