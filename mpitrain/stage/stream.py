@@ -83,7 +83,8 @@ def walk(roots: Iterable[str], on_progress: Callable[[], object]) -> list[Entry]
         return found
 
     entries: list[Entry] = []
-    level = [it for root in roots for it in _entry(root)]
+    # Once each: a root and a link to it are one folder.
+    level = [it for root in dict.fromkeys(roots) for it in _entry(root)]
     # In threads, one per folder and not per file: each waits for a file server.
     with ThreadPoolExecutor(NUM_READERS) as pool:
         while level:

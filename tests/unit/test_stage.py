@@ -163,6 +163,16 @@ def test_a_root_may_be_below_one_that_is_a_link(env: Path, tmp_path: Path) -> No
     assert (moved / "model.py").resolve().is_relative_to(tmp_path / "to")
 
 
+def test_a_root_behind_a_link_is_walked_once(env: Path, tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to("env")
+    found = []
+    for root in (env, tmp_path / "link"):
+        paths = [it.path for it in walk(roots_of([str(root)]).values(), lambda: None)]
+        found.append(sorted(paths))
+        assert len({*paths}) == len(paths)
+    assert found[0] == found[1]
+
+
 def test_a_node_that_has_the_copy_writes_nothing(env: Path, tmp_path: Path) -> None:
     """Rank zero reads the stream for others, and has it."""
     copied(env, tmp_path / "to")
