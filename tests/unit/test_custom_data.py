@@ -42,9 +42,9 @@ def samples_of(dataset: Any) -> Samples:
     )
 
 
-def load(name: str) -> Data:
+def load(name: str, **how: bool) -> Data:
     config = DataConfig(data=f"{__name__}:{name}")
-    return load_data(config, seed=1, world=LONE, ranks=lone_communicator())
+    return load_data(config, seed=1, world=LONE, ranks=lone_communicator(), **how)
 
 
 def pairs() -> TensorDataset:
@@ -400,6 +400,17 @@ class FourWide(LeftOf):
         return torch.zeros(8, 4, 4, dtype=torch.uint8), index % 2
 
 
+class Signal(LeftOf):
+    """Twelve signals of 500 values."""
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        return torch.zeros(12, 500, 1, dtype=torch.uint8), index % 2
+
+
+def signals() -> tuple[Any, Any]:
+    return Signal(), Signal()
+
+
 def channels_last() -> tuple[Any, Any]:
     return ChannelsLast(), ChannelsLast()
 
@@ -413,6 +424,12 @@ def test_images_with_the_channels_last_are_refused() -> None:
     with pytest.raises(DataError, match=words):
         load("channels_last")
     assert load("four_wide").in_channels == 8
+    assert load("signals").in_channels == 12
+
+
+def test_a_custom_model_may_take_the_channels_last() -> None:
+    data = load("channels_last", takes_images=False)
+    assert (data.in_channels, data.image_size) == (16, 3)
 
 
 def test_tensors_that_change_with_the_epoch_are_read_by_sample() -> None:

@@ -109,7 +109,13 @@ def build_trainer(
         task = made
     ranks = communicator(world)
     heartbeat("loading the data")
-    data = shared_data or load_data(config, seed=config.seed, world=world, ranks=ranks)
+    data = shared_data or load_data(
+        config,
+        seed=config.seed,
+        world=world,
+        ranks=ranks,
+        takes_images=task is None and not is_reference(config.model),
+    )
     facts = {
         "num_classes": data.num_classes,
         "in_channels": data.in_channels,

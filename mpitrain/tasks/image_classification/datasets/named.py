@@ -75,9 +75,18 @@ class Data:
 
 
 def load_data(
-    config: DataConfig, *, seed: int, world: World, ranks: Communicator
+    config: DataConfig,
+    *,
+    seed: int,
+    world: World,
+    ranks: Communicator,
+    takes_images: bool = True,
 ) -> Data:
-    """Load a data set; collective over all ranks."""
+    """Load a data set; collective over all ranks.
+
+    ``takes_images``: its inputs go to a named model as they are, so that those of a
+    custom set have to be images `(C, H, W)`.
+    """
     name = config.data
     if name == "digits":
         return digits(config.image_size)
@@ -91,7 +100,10 @@ def load_data(
     if name in FORMATS:
         return _load_indexed(config, seed, world, ranks)
     if is_reference(name):
-        return _load_custom(config, seed, world, ranks)
+        data = _load_custom(config, seed, world, ranks)
+        if takes_images:
+            _refuse_channels_last(data.train, config.data)
+        return data
     known = ["digits", *torchvision_sets.CLASSES, "synthetic", *FORMATS]
     raise UsageError(
         f"--data {name!r} is not known.{did_you_mean(name, known)} Expected "
@@ -289,17 +301,6 @@ def _load_custom(
             "a tensor, (C, H, W) for images (torchvision: transform=ToTensor()). Other "
             "inputs can be trained on with mpitrain.Trainer in a script"
         )
-    channels = inputs.shape[-1]
-    if (
-        inputs.dtype == torch.uint8
-        and inputs.ndim == NUM_DIMENSIONS
-        and channels in (1, 3, 4)
-        and channels < min(inputs.shape[1:3])
-    ):
-        raise DataError(
-            f"an image of --data {config.data}: found {tuple(inputs.shape[1:])}; "
-            "expected (C, H, W): image.permute(2, 0, 1)"
-        )
     return Data(
         train=samples[0],
         val=samples[1],
@@ -308,6 +309,21 @@ def _load_custom(
         in_channels=inputs.shape[1],
         image_size=config.image_size or inputs.shape[-1],
     )
+
+
+def _refuse_channels_last(samples: Samples, name: str) -> None:
+    inputs = samples.example().inputs
+    channels = inputs.shape[-1]
+    if (
+        inputs.dtype == torch.uint8
+        and inputs.ndim == NUM_DIMENSIONS
+        and channels in (3, 4)
+        and channels < min(inputs.shape[1:3])
+    ):
+        raise DataError(
+            f"an image of --data {name}: found {tuple(inputs.shape[1:])}; "
+            "expected (C, H, W): image.permute(2, 0, 1)"
+        )
 
 
 def _imagenet(config: DataConfig, channels: int) -> Statistics:
