@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from mpitrain.errors import DataError, UsageError
@@ -151,11 +152,13 @@ def load_state(model: nn.Module, state: State, source: str) -> str:
             "classes and the channels of the images may differ."
         )
     loaded = {name: value for name, value in fitting.items() if name in target}
-    broken = ""
+    broken, speaks = "", not dist.is_initialized() or dist.get_rank() == 0
     for name, value in loaded.items():
         if isinstance(target[name], Tensor):
-            has_nan = _fill(target[name], value)
-            broken = broken or (name if has_nan else "")
+            whole = _read(value)
+            if speaks and not broken and _has_nan(whole):
+                broken = name
+            _fill(target[name], whole)
         else:
             target[name] = value
     model.load_state_dict(target)  # what is not filled yet, such as copies
@@ -172,21 +175,21 @@ def load_state(model: nn.Module, state: State, source: str) -> str:
 
 
 @torch.no_grad()
-def _fill(target: Tensor, value: Tensor | StoredWeight) -> bool:
-    """Copy a weight into a tensor of its shape; of a sharded one, into the shard.
-
-    Returns whether the copy has a NaN.
-    """
-    source = _read(value)
+def _fill(target: Tensor, source: Tensor) -> None:
+    """Copy a weight into a tensor of its shape; of a sharded one, into the shard."""
     if (found := local_shard(target)) is not None:
         target, shard = found
         for dim, size in enumerate(shard.sizes):
             source = source.narrow(dim, shard.offsets[dim], size)
     target.copy_(source)
-    if target.is_floating_point() and target.itemsize == 1:
+
+
+def _has_nan(value: Tensor) -> bool:
+    """Whether a weight has a NaN, as a whole: a rank's shard may have none."""
+    if value.itemsize == 1:
         return False  # types of 8 bits do not compute
     # First by a sum, which takes no memory; that of two infinities is a NaN, too.
-    return bool(target.sum().isnan()) and bool(target.isnan().any())
+    return bool(value.sum().isnan()) and bool(value.isnan().any())
 
 
 def _read(value: Tensor | StoredWeight) -> Tensor:
@@ -271,6 +274,9 @@ def _of_transformers(kind: Any, model: Any, state: State) -> State:
     logs.disable_progress_bar()
     whole = _whole(state)
     dtypes = [it.dtype for it in whole.values() if it.is_floating_point()]
+    # Types of 8 bits have no promotion.
+    if not dtypes or min(it.itemsize for it in dtypes) == 1:
+        dtypes = [model.dtype]
     try:
         with torch.random.fork_rng(devices=[]):  # it draws what is missing
             built, info = kind.from_pretrained(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from reference_training import Stops, config_of, some
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 
 import mpitrain
 from mpitrain.checkpoint.tensors import split_state
@@ -211,6 +213,25 @@ def test_weights_are_loaded_in_setup_and_a_checkpoint_after_them(
     if world.is_rank_zero:
         assert_close(begin.state, dict(plain.state_dict()))
         assert_close(found, expected)
+
+
+@pytest.mark.parametrize("is_sharded", [False, True])
+def test_a_nan_of_any_shard_is_said_by_rank_zero_alone(
+    world: World, caplog: pytest.LogCaptureFixture, *, is_sharded: bool
+) -> None:
+    folder = Path(world_comm().bcast(tempfile.mkdtemp()))
+    state = net("cpu").state_dict()
+    state["head.weight"][-1, -1] = torch.nan  # of the last rank's shard
+    if world.is_rank_zero:
+        torch.save(state, folder / "weights.pt")
+    world_comm().barrier()
+    model = net("cpu")
+    if is_sharded:
+        fully_shard(model)
+    with caplog.at_level(logging.WARNING, "mpitrain"):
+        mpitrain.load_weights(model, folder / "weights.pt")
+    assert len(caplog.messages) == world.is_rank_zero, caplog.messages
+    assert all("head.weight has NaN" in it for it in caplog.messages)
 
 
 @pytest.mark.parametrize("strategy", ["auto", "fsdp"])

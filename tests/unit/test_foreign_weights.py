@@ -108,6 +108,24 @@ def test_the_checkpoint_of_transformers_trainer(tmp_path: Path) -> None:
     assert torch.equal(logits(model), logits(source))
 
 
+def test_weights_of_8_bits_are_read_in_the_model_s_dtype(tmp_path: Path) -> None:
+    source = language_model("BertForSequenceClassification", 1)
+    state = {
+        name.replace("LayerNorm.weight", "LayerNorm.gamma"): it  # an older name
+        for name, it in source.state_dict().items()
+    }
+    name = "bert.pooler.dense.weight"
+    state[name] = state[name].to(torch.float8_e4m3fn)
+    torch.save(state, tmp_path / "a.pt")
+    model = language_model("BertForSequenceClassification", 2)
+    load(model, tmp_path / "a.pt")
+    assert torch.equal(model.state_dict()[name], state[name].float())
+    torch.save({"qweight": torch.zeros(2, dtype=torch.int32)}, tmp_path / "b.pt")
+    with pytest.raises(DataError, match="missing") as raised:
+        load(model, tmp_path / "b.pt")
+    assert "could not fit" not in str(raised.value)
+
+
 @pytest.mark.parametrize("words", ["folder", "index"])
 def test_several_shards_of_transformers_with_tied_weights(
     words: str, tmp_path: Path
