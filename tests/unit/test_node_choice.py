@@ -63,6 +63,25 @@ def test_a_script_is_known_although_stage_starts_it(
         ("openmpi", "--machinefile f nice -n 5", "nice -n 5", None),
         ("openmpi", "-np 4 --hostfile f /bin/taskset -c 3", "/bin/taskset -c 3", 4),
         ("openmpi", "--hostfile f -n 4 mine -n 3", "mine -n 3", 4),
+        *(
+            ("openmpi", f"--hostfile f -n 4 {before}{program}", before + program, 4)
+            for before in ("", "--oversubscribe ", "--mca btl self ", "--other ")
+            for program in (
+                *("nsys profile -f true", "ncu -c 5", "perf record -c 100"),
+                *("conda run -n env", "apptainer exec -f x.sif", "timeout -f -n 5 9"),
+                *("gdb -n -f", "likwid-pin -c 0-3", "/opt/bin/rocprof -f x"),
+            )
+        ),
+        ("openmpi", "-np 4 -x env --hostfile f", "-x env", 4),
+        (
+            "openmpi",
+            "-x env -wd time -n 4 --hostfile f nice",
+            "-x env -wd time nice",
+            4,
+        ),
+        ("openmpi", "-n 4 --mca time nice --hostfile f", "--mca time nice", 4),
+        ("mpich", "-genv A env -f f -n 4 mine -f x", "-genv A env mine -f x", 4),
+        ("openmpi", "--hostfile f --a=b mine -n 3", "--a=b mine -n 3", None),
     ],
 )
 @pytest.mark.parametrize("python", ["python", "/a/bin/python3.13t"])

@@ -16,7 +16,25 @@ from mpitrain.tools.jobs.hostfile import parse
 HOST_FILE = ("--hostfile", "-hostfile", "--machinefile", "-machinefile", "-f", "--f")
 PYTHON = re.compile(r"(.*/)?python[\d.]*t?")
 # Programs between the launcher's words and Python: their -n, -c or -f is their own.
-AROUND = ("chrt", "env", "ionice", "nice", "numactl", "strace", "taskset", "time")
+AROUND = (
+    *("chrt", "env", "ionice", "nice", "numactl", "taskset", "time", "timeout"),
+    *("gdb", "likwid-perfctr", "likwid-pin", "ltrace", "ncu", "nsys", "perf", "strace"),
+    *("rocprof", "rocprofv2", "rocprofv3", "valgrind", "vtune"),
+    *("apptainer", "conda", "mamba", "micromamba", "pixi", "singularity", "uv"),
+)
+# Options of the launchers, without dashes. Of another one it is not known whether the
+# next word is its value: `AROUND` tells.
+NUM_VALUES = {
+    **dict.fromkeys(("mca", "gmca", "omca", "prtemca", "pmixmca", "env", "genv"), 2),
+    **dict.fromkeys(("x", "host", "hosts", "H", "wdir", "wd", "prefix", "path"), 1),
+    **dict.fromkeys(("map-by", "rank-by", "bind-to", "launcher", "iface", "ppn"), 1),
+    **dict.fromkeys(("N", "npernode", "perhost", "output", "envlist", "genvlist"), 1),
+    **dict.fromkeys(("allow-run-as-root", "oversubscribe", "report-bindings"), 0),
+    **dict.fromkeys(("nolocal", "nooversubscribe", "use-hwthread-cpus"), 0),
+    **dict.fromkeys(("display-map", "display-allocation", "tag-output"), 0),
+    **dict.fromkeys(("v", "verbose", "q", "quiet", "l", "prepend-rank"), 0),
+    **dict.fromkeys(("genvall", "genvnone", "envall", "envnone"), 0),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,9 +121,16 @@ def parse_words(words: Sequence[str], launcher: Launcher) -> LaunchWords:
     if not launcher.host_file:  # its nodes are the job's: as given
         return LaunchWords(launcher=launcher, start=tuple(words[:end]), program=program)
     start, host_file, num_ranks = [words[0]], None, None
-    rest = iter(words[1:end])
+    rest, num_left, is_sure = iter(words[1:end]), 0, True  # values that may follow
     for word in rest:
         flag, equals, value = word.partition("=")
+        if not word.startswith("-"):
+            if not num_left or (not is_sure and Path(word).name in AROUND):
+                start += [word, *rest]  # the first word that is not the launcher's
+                break
+            start, num_left = [*start, word], num_left - 1
+            continue
+        num_left = 0
         is_num = flag in launcher.num_ranks and num_ranks is None
         if not equals and (is_num or flag in HOST_FILE):
             value = next(rest, "")
@@ -113,10 +138,11 @@ def parse_words(words: Sequence[str], launcher: Launcher) -> LaunchWords:
             host_file = Path(value)
         elif is_num and value.isdecimal():
             num_ranks = int(value)
-        elif Path(word).name in AROUND:
-            start += [word, *rest]
         else:
             start += [word, value] if is_num and not equals else [word]
+            known = NUM_VALUES.get(word.lstrip("-"))
+            num_left, is_sure = 1 if known is None else known, known is not None
+            num_left *= not (equals or is_num)
     return LaunchWords(
         launcher=launcher,
         start=tuple(start),
