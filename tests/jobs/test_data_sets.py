@@ -115,6 +115,21 @@ def is_run(name: str, size: int) -> bool:
     return "augmented-workers" in how if kind in READ else how != "zipped"
 
 
+def not_asked_for(items: list[pytest.Item]) -> tuple[str, ...]:
+    """Of `SLOW` the names that no test is about which runs; others skip samples."""
+    tests = (
+        test_a_training_is_the_same_at_any_size,
+        test_augmentation_changes_what_is_trained_on_alone,
+    )
+    names = {
+        item.callspec.params["name"]
+        for item in items
+        if isinstance(item, pytest.Function)
+        and item.originalname in {it.__name__ for it in tests}
+    }
+    return tuple(name for name in SLOW if name not in names)
+
+
 @pytest.fixture(scope="module")
 def runs(
     openmpi: Mpi,
@@ -122,8 +137,7 @@ def runs(
     request: pytest.FixtureRequest,
 ) -> dict[int, Path]:
     """The run folders of the trainings that are looked at, by the number of ranks."""
-    of_tests = {item.name for item in request.session.items}
-    left_out = () if any("[hdf5-1]" in it for it in of_tests) else SLOW
+    left_out = not_asked_for(request.session.items)
     place = tmp_path_factory.mktemp("sets")
     write_mnist(place / "MNIST/raw")
     write_folder(place / "folder", train=20, val=7, test=5)
