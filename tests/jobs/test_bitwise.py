@@ -33,6 +33,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Alone:
         # Also the steps before a kill are compared: in CI no other training is needed.
         # Strategies and models are those of tests/mpi/test_bitwise.py there.
         ("convnet", "ddp", "openmpi-5", (), (3, 4)),
+        ("convnet", "ddp", "mpich", (3,), ()),  # another MPI, the same bits
         *(
             slow(model, strategy, mpi, (2, 3, 4, 8), (2, 4, 3, 1))
             for model in MODELS
