@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +15,14 @@ from reference_training import BATCH_SIZE, NUM_SAMPLES, History, Net, config_of,
 from torch import Tensor
 from torch.utils import data as torchs
 
-from mpitrain import Checkpointer, DataError, Trainer, UsageError, World
+from mpitrain import Checkpointer, DataError, EarlyStopping, Trainer, UsageError, World
 from mpitrain.data.loader import Batch
 from mpitrain.data.randomness import seeded
 from mpitrain.data.sampling import Sampling
 from mpitrain.errors import Stopped
 from mpitrain.mpi.collectives import world_comm
 from mpitrain.train.callbacks import Callback, StopRequested
+from mpitrain.train.metrics import EpochMetrics
 
 pytestmark = pytest.mark.mpi
 
@@ -298,6 +300,45 @@ def test_a_sampled_epoch_is_resumed_where_it_was(
     found = parts(max(1, world.world_size - 1), first)
     steps, epochs = world_comm().bcast(found)
     parts(world.world_size, last)
+
+
+class Validations(Callback):
+    """Keeps their losses, of those within an epoch, too."""
+
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+
+    def on_validation_end(self, trainer: Trainer, epoch: EpochMetrics) -> None:
+        self.losses.append(epoch.values["loss"])
+
+
+def test_a_sampled_epoch_with_validations_in_it_stops_early_as_if_never_cut(
+    world: World, run_dir: Path, parts: Any
+) -> None:
+    """Patience counts on, on another number of ranks; so do validations of an epoch."""
+    settings: dict[str, Any] = {"sampler": weighted, "validate_every_steps": 2}
+
+    def fitted(part: World, *callbacks: Callback) -> tuple[list[Any], list[Any], int]:
+        # No loss is better by so much: it stops at the fifth validation, of step 10.
+        patience = EarlyStopping("loss", patience=4, min_delta=100.0)
+        checks = Validations()
+        trainer, history = trainer_of(part, patience, checks, *callbacks, **settings)
+        with suppress(Stopped):
+            trainer.fit()
+        return [it.loss for it in history.steps], checks.losses, trainer.state.step
+
+    expected = parts(world.world_size, fitted)
+    begun = parts(
+        max(1, world.world_size - 1),
+        lambda part: fitted(part, Checkpointer(run_dir), StopsAt(7)),
+    )
+    ended = parts(world.world_size, lambda part: fitted(part, Checkpointer(run_dir)))
+    if world.is_rank_zero:
+        assert expected[2] == ended[2] == 10
+        assert begun[2] == 7
+        for i in (0, 1):
+            assert begun[i] + ended[i] == pytest.approx(expected[i], rel=1e-9)
+        assert len(expected[1]) == 5
 
 
 @pytest.mark.parametrize(
