@@ -103,11 +103,12 @@ def export(config: ExportConfig) -> str:
     num = sum(of.shape.numel() for of in weights.stored.values())
     return (
         f"{output}: {kind} of {num:,} numbers in {len(weights.stored)} tensors, "
-        f"from {checkpoint.path}{_inputs_lines(inputs, is_inside=config.normalize)}"
+        f"from {checkpoint.path}"
+        + _inputs_lines(inputs, config.format, is_inside=config.normalize)
     )
 
 
-def _inputs_lines(inputs: dict[str, Any], *, is_inside: bool) -> str:
+def _inputs_lines(inputs: dict[str, Any], kind: str, *, is_inside: bool) -> str:
     """Say what the model takes and returns, as far as the checkpoint knows."""
     if not inputs:
         return ""
@@ -115,6 +116,8 @@ def _inputs_lines(inputs: dict[str, Any], *, is_inside: bool) -> str:
     steps = []
     if size and crop:
         whole = f"kept whole if {crop}x{crop} already"
+        # The files of other libraries have no word for it.
+        whole += ", but by the folder's config" if kind == "huggingface" else ""
         steps = [f"shorter side resized to {size}, center crop {crop} ({whole})"]
     elif size:
         steps = [f"resized to {size}"]

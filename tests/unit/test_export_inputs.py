@@ -41,6 +41,10 @@ def test_inputs_of_a_custom_task_are_printed_as_they_are(tmp_path: Path) -> None
 
 def test_images_of_the_size_are_said_to_be_kept(tmp_path: Path) -> None:
     words = exported(tmp_path, FILES | NORMALIZED, {})
+    kept = "kept whole if 32x32 already, but by the folder's config"
+    assert f"center crop 32 ({kept})" in words
+    output = tmp_path / "out.pt"
+    words = export(ExportConfig(run=tmp_path, output=output, format="state_dict"))
     assert "center crop 32 (kept whole if 32x32 already)" in words
 
 
