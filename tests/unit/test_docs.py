@@ -7,6 +7,7 @@ import inspect
 import io
 import re
 import runpy
+import shlex
 import subprocess
 from functools import cache
 from pathlib import Path
@@ -15,7 +16,10 @@ import pytest
 
 import mpitrain
 from mpitrain.cli import COMMANDS, main, read_config
+from mpitrain.flags import read_flags
 from mpitrain.launch.run_target import split
+from mpitrain.tools.check import CheckConfig
+from mpitrain.tools.sweep.config import read_sweep
 
 ROOT = Path(__file__).parents[2]
 PAGES = [
@@ -72,6 +76,35 @@ def test_flags_of_mpitrain_are_real(page: Path) -> None:
             flags = {it.partition("=")[0] for it in words if it.startswith("--")}
             flags = {it for it in flags if not it.startswith("--task.")}  # a user's
             assert flags <= flags_of(named), command
+
+
+TO_READ = re.compile(
+    r"^    .*?(mpitrain check|mpitrain sweep|benchmarks/scaling.py)\b([^#>\n]*)", re.M
+)
+
+
+def test_what_ci_does_not_run_of_the_pages_can_be_read(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Values, too: `tests/jobs/test_docs_commands.py` runs these in `make test-all`."""
+    pages = {page: page.read_text().replace("\\\n", " ") for page in PAGES}
+    found = [it for text in pages.values() for it in TO_READ.findall(text)]
+    assert len({name for name, _ in found}) == 3
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    scaling = runpy.run_path(str(ROOT / "benchmarks/scaling.py"))["main"]
+    for name, line in found:
+        words, _, training = line.partition(" -- ")
+        flags, of_training = shlex.split(words), shlex.split(training)
+        if name == "mpitrain check":
+            read_flags(CheckConfig, flags, program="check", files=False)
+        elif name == "benchmarks/scaling.py":
+            with pytest.raises(SystemExit) as ended:  # after it has read the others
+                scaling([*flags, "--help"])
+            assert ended.value.code == 0, line + capsys.readouterr().err
+        elif "--best" not in flags:
+            read_sweep(flags)
+        if of_training[:1] not in ([], ["run"]) and "--task" not in of_training:
+            read_config(of_training)
 
 
 def test_flags_that_go_into_a_pbs_job_are_ones_that_it_takes() -> None:
