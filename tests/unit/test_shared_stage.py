@@ -18,12 +18,12 @@ __all__ = ["env"]  # a fixture
 def test_nodes_that_share_a_folder_have_a_copy_each(
     env: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, is_at_once: bool
 ) -> None:
-    index, stream = walked_index(env), []
-    source = Source(index)
+    index, source = walked_index(env), Source(walked_index(env))
+    stream: list[bytearray] = []
     for number, size in enumerate(index.sizes):
         stream.append(bytearray(size))
         source.read(number, stream[-1])
-    nodes = {}
+    nodes: dict[str, NodeCopy] = {}
     (tmp_path / "to").mkdir()
 
     def of_node(boot: str) -> NodeCopy:
