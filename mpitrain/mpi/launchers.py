@@ -34,6 +34,19 @@ DEFAULT_FORMAT: HostFileFormat = "openmpi"
 # Host and slots. PBS's format has a line of the host's name alone for each slot.
 HOST_FILE_LINES = {"openmpi": "{} slots={}", "mpich": "{}:{}"}
 
+# How many words follow an option of a launcher; the options without dashes.
+OPTION_VALUES = {
+    **dict.fromkeys(("mca", "gmca", "omca", "prtemca", "pmixmca", "env", "genv"), 2),
+    **dict.fromkeys(("x", "host", "hosts", "H", "wdir", "wd", "prefix", "path"), 1),
+    **dict.fromkeys(("map-by", "rank-by", "bind-to", "launcher", "iface", "ppn"), 1),
+    **dict.fromkeys(("N", "npernode", "perhost", "output", "envlist", "genvlist"), 1),
+    **dict.fromkeys(("allow-run-as-root", "oversubscribe", "report-bindings"), 0),
+    **dict.fromkeys(("nolocal", "nooversubscribe", "use-hwthread-cpus"), 0),
+    **dict.fromkeys(("display-map", "display-allocation", "tag-output"), 0),
+    **dict.fromkeys(("v", "verbose", "q", "quiet", "l", "prepend-rank"), 0),
+    **dict.fromkeys(("genvall", "genvnone", "envall", "envnone"), 0),
+}
+
 
 @dataclass(frozen=True, kw_only=True)
 class Launcher:

@@ -339,7 +339,7 @@ def test_mpirun_ends_with_its_supervise(number: signal.Signals, tmp_path: Path) 
         assert job.stdout is not None
         mpirun = int(job.stdout.readline())
         job.send_signal(number)
-        end = time.monotonic() + 10
+        end = time.monotonic() + 30
         while not is_gone(mpirun):
             assert time.monotonic() < end
             time.sleep(0.05)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from mpitrain.errors import UsageError
 from mpitrain.launch.env_checks import STATUS_FILE
-from mpitrain.mpi.launchers import Launcher
+from mpitrain.mpi.launchers import OPTION_VALUES, Launcher
 from mpitrain.tools.jobs.hostfile import parse
 
 HOST_FILE = ("--hostfile", "-hostfile", "--machinefile", "-machinefile", "-f", "--f")
@@ -22,19 +22,6 @@ AROUND = (
     *("rocprof", "rocprofv2", "rocprofv3", "valgrind", "vtune"),
     *("apptainer", "conda", "mamba", "micromamba", "pixi", "singularity", "uv"),
 )
-# Options of the launchers, without dashes. Of another one it is not known whether the
-# next word is its value: `AROUND` tells.
-NUM_VALUES = {
-    **dict.fromkeys(("mca", "gmca", "omca", "prtemca", "pmixmca", "env", "genv"), 2),
-    **dict.fromkeys(("x", "host", "hosts", "H", "wdir", "wd", "prefix", "path"), 1),
-    **dict.fromkeys(("map-by", "rank-by", "bind-to", "launcher", "iface", "ppn"), 1),
-    **dict.fromkeys(("N", "npernode", "perhost", "output", "envlist", "genvlist"), 1),
-    **dict.fromkeys(("allow-run-as-root", "oversubscribe", "report-bindings"), 0),
-    **dict.fromkeys(("nolocal", "nooversubscribe", "use-hwthread-cpus"), 0),
-    **dict.fromkeys(("display-map", "display-allocation", "tag-output"), 0),
-    **dict.fromkeys(("v", "verbose", "q", "quiet", "l", "prepend-rank"), 0),
-    **dict.fromkeys(("genvall", "genvnone", "envall", "envnone"), 0),
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,7 +127,7 @@ def parse_words(words: Sequence[str], launcher: Launcher) -> LaunchWords:
             num_ranks = int(value)
         else:
             start += [word, value] if is_num and not equals else [word]
-            known = NUM_VALUES.get(word.lstrip("-"))
+            known = OPTION_VALUES.get(word.lstrip("-"))
             num_left, is_sure = 1 if known is None else known, known is not None
             num_left *= not (equals or is_num)
     return LaunchWords(
