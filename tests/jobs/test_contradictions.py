@@ -104,7 +104,7 @@ def test_an_argument_that_is_wrong_on_one_rank_ends_all(
     call = "mpitrain.init(interface='' if last else None)"
     done = mpirun(openmpi, 3, script(tmp_path, "", call), cwd=tmp_path)
     assert done.status == 2
-    assert said(done, "--interface is empty") == 1
+    assert said(done, "mpitrain.init(): interface is empty") == 1
 
 
 @pytest.mark.parametrize("with_mpirun", [True, False])
