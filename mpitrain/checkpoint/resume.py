@@ -20,6 +20,7 @@ from mpitrain.checkpoint.layout import (
     set_aside,
 )
 from mpitrain.checkpoint.storage import CheckpointReader, read_index
+from mpitrain.data.first_samples import warn_of_other_order
 from mpitrain.errors import DataError, UsageError
 from mpitrain.files import read_json
 from mpitrain.mpi.shared_arrays import Communicator
@@ -209,7 +210,6 @@ def warn_of_other_samples(
     found: Mapping[str, Any], digests: Mapping[str, str], path: Path
 ) -> None:
     """Warn if sets have another first sample than those of a checkpoint; local."""
-    # No error: decoders of another machine may round otherwise.
     before = found.get("first_samples", {})  # not in older checkpoints
     changed = [
         name
@@ -217,14 +217,7 @@ def warn_of_other_samples(
         if it and before.get(name) and it != before[name]
     ]
     if changed:
-        logger.warning(
-            "the first sample (%s) is not that which %s was trained on: the data set "
-            "has another order, or other samples or transforms. The rest of an epoch "
-            "may then have samples twice, and others never; expected the same order in "
-            "each job, such as that of sorted(names)",
-            ", ".join(changed),
-            path,
-        )
+        warn_of_other_order(f"the first sample ({', '.join(changed)})", str(path))
 
 
 def best_score(run_dir: Path, ranks: Communicator) -> float:

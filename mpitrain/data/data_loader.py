@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import logging
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -14,14 +13,13 @@ from torch import Tensor
 
 from mpitrain.config import NumWorkers
 from mpitrain.data.custom import build_samples, warn_if_collate_draws
+from mpitrain.data.first_samples import warn_of_other_order
 from mpitrain.data.loader import Batch, BatchLoader
 from mpitrain.data.samples import CollateFn
 from mpitrain.data.sharding import RankShard, max_shard_size
 from mpitrain.errors import UsageError
 from mpitrain.launch.job import require_world
 from mpitrain.mpi.shared_arrays import communicator
-
-logger = logging.getLogger("mpitrain")
 
 
 class DataLoader:
@@ -191,12 +189,7 @@ class DataLoader:
         # With another seed random transforms make another one of it.
         is_other = before and now and before != now and state["order"][0] == self._seed
         if is_other and self._world.is_rank_zero:
-            logger.warning(
-                "the first sample of a DataLoader is not that of the checkpoint: the "
-                "data set has another order, or other samples or transforms. The rest "
-                "of an epoch may then have samples twice, and others never; expected "
-                "the same order in each job, such as that of sorted(names)"
-            )
+            warn_of_other_order("the first sample of a DataLoader", "the checkpoint")
         self.epoch, self.step = state["epoch"], state["step"]
         self._first_step = self.step
 

@@ -65,6 +65,17 @@ def check_first_samples(
     return ranks.allgather(mine)[0]
 
 
+def warn_of_other_order(what: str, before: str) -> None:
+    """Warn that a resumed data set begins with another sample than before; local."""
+    # No error: decoders of another machine may round otherwise.
+    logger.warning(
+        "%s is not that of %s: the data set has another order, or other samples or "
+        "transforms. The rest of an epoch may then have samples twice, and others "
+        "never; expected the same order in each job, such as that of sorted(names)",
+        *(what, before),
+    )
+
+
 def _plain_of(loaded: LoadedBatch) -> dict[str, Any]:
     if loaded.targets is None:
         return dict(plain_leaves(loaded.inputs))
