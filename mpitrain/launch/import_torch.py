@@ -7,7 +7,7 @@ import sys
 
 # Of the process, as `sys.modules` is; forks of a fork server inherit both.
 WITH_TORCH: set[str] = set()
-"""The uppermost names of what was imported when torch had been; empty: it is not."""
+"""Top-level names in `sys.modules` right after the import of torch; empty before."""
 
 
 def import_torch() -> None:

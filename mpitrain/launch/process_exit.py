@@ -20,6 +20,9 @@ from typing import NoReturn
 from mpitrain.errors import MpitrainError, UsageError
 from mpitrain.launch.env_checks import STATUS_FILE, launched_rank
 
+LOST_OUTPUT = 120
+"""Status of a process whose last flush of stdout fails, as Python has it."""
+
 
 def exit_status(error: BaseException) -> int:
     """Return the status, 0 to 255, with which a process ends because of an error."""
@@ -119,11 +122,6 @@ def flush_output() -> Exception | None:
     return None
 
 
-def output_status() -> int:
-    """Flush stdout; return the status of Python, 120, where that fails, else 0."""
-    return 0 if flush_output() is None else 120
-
-
 def ignore_children() -> None:
     """Let a child's death change nothing any more."""
     # Where DataLoader has workers, torch raises an error wherever the main thread is
@@ -160,7 +158,7 @@ def finish_mpi(status: int) -> NoReturn:
     if mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized():
         mpi.Finalize()
     if not status and (error := flush_output()) is not None:
-        status = 120  # that of Python
+        status = LOST_OUTPUT
         reason = getattr(error, "strerror", None) or error
         text = f"the last lines of stdout could not be written: {reason}"
         with contextlib.suppress(Exception):  # stderr is closed, or full as well

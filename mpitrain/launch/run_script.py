@@ -28,11 +28,12 @@ from mpitrain.launch.env_checks import RANK_PID
 from mpitrain.launch.import_torch import WITH_TORCH
 from mpitrain.launch.job import Job
 from mpitrain.launch.process_exit import (
+    LOST_OUTPUT,
     exit_status,
     finish_mpi,
     finish_python,
     flush,
-    output_status,
+    flush_output,
     write_status,
 )
 from mpitrain.launch.run_target import (
@@ -153,8 +154,8 @@ def _replace_exits(job: Job, rank_itself: int) -> None:
             if os.getpid() == rank_itself and job.comm.size > 1:
                 path = words[0] if words else named.get("path")
                 raise LaunchError(
-                    f"os.{execute.__name__} of {path} in a rank: MPI would lose "
-                    "it, and the others wait. Expected what the script sets so before "
+                    f"os.{execute.__name__} of {path} in a rank: MPI would lose this "
+                    "rank, and the others would wait for it. Set the variables before "
                     f"mpirun, or: {PROGRAM} run --no-python python {sys.argv[0]} ..."
                 )
             execute(*words, **named)
@@ -262,8 +263,8 @@ def _set_path(folder: str) -> None:
     """Let imports begin in a folder, in place of where Python began for us.
 
     What was imported after torch, by a fork server above all, must not hide what the
-    folder has of that name, such as a ``statistics.py``: it is imported anew, and those
-    who have it keep it. What torch imports itself nobody can have of his own.
+    folder has of that name, such as a ``statistics.py``: the script imports its own,
+    and modules that have the other one keep it. Modules that torch imports stay.
     """
     if sys.flags.safe_path:  # with -P Python itself puts no folder there
         return
@@ -288,7 +289,8 @@ def _leave_together(job: Job) -> None:
     barrier(job.comm)  # before rank zero takes the store away
     job.store = None
     if not job.guard.has_failed:  # a world of one comes here then, too
-        write_status(output_status())  # not before: another rank may fail till now
+        # Not before: another rank may fail till now.
+        write_status(0 if flush_output() is None else LOST_OUTPUT)
 
 
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)

@@ -117,7 +117,7 @@ def test_init_says_which_argument_cannot_be() -> None:
 
 ODD_STREAMS = """
 import os, sys
-from mpitrain.launch.process_exit import finish_mpi, output_status
+from mpitrain.launch.process_exit import LOST_OUTPUT, finish_mpi, flush_output
 
 class Tee:
     def write(self, text): os.write(1, text.encode())
@@ -127,7 +127,7 @@ class Failing(Tee):
     def flush(self): raise OSError(116, "Stale file handle")
 
 sys.stdout = {stdout}
-print(output_status(), file=Tee())
+print(LOST_OUTPUT if flush_output() else 0, file=Tee())
 if {closes_stderr}:
     sys.stderr.close()
 finish_mpi(0)
