@@ -69,7 +69,9 @@ class ServeConfig:
 def serve(config: ServeConfig) -> None:
     """Serve until it is idle, or ended by Ctrl-C; returns in each fork, a rank."""
     if os.environ.get(protocol.SOCKET) == protocol.NONE:
-        raise UsageError(f"{protocol.SOCKET} is none: each rank imports. Unset it")
+        raise UsageError(
+            f"found {protocol.SOCKET}=none, by which each rank imports: unset it"
+        )
     began = time.monotonic()
     # That of `supervise` ends with it, however late the first fault is.
     idle_seconds = math.inf if STATUS_FILE in os.environ else 60 * config.idle_minutes
@@ -216,8 +218,10 @@ class ForkServer:
         if not self._is_ending:
             self._is_ending = True
             with contextlib.suppress(OSError):  # the terminal is gone
-                say(f"ranks that still run: {len(self._proxies)}. This server ends")
-                say("after them; a second Ctrl-C ends them, too")
+                say(
+                    f"ranks that still run: {len(self._proxies)}. This server ends "
+                    "after them; a second Ctrl-C ends them, too"
+                )
 
     def _answer(self) -> int | None:
         """Fork for the next proxy; return its process id, 0 in it, ``None`` without."""

@@ -176,7 +176,7 @@ def _say_ended(path: Path) -> None:
         text = (
             f"[{launched_label(os.environ)}] the fork server of this host has ended, "
             "and its ranks with it. It was killed, by hand or for lack of memory (see "
-            f"dmesg). Start again; {protocol.SOCKET}=none does without"
+            f"dmesg). Start again; with {protocol.SOCKET}=none each rank imports torch"
         )
         with suppress(OSError):
             print(text, file=sys.stderr, flush=True)

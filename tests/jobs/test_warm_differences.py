@@ -173,8 +173,9 @@ def check_while_ranks_run(
 
         server.send_signal(signal.SIGINT)
         assert server.stdout is not None
-        assert "ranks that still run: 2" in server.stdout.readline()
-        assert "a second Ctrl-C ends them" in server.stdout.readline()
+        line = server.stdout.readline()
+        assert "ranks that still run: 2" in line
+        assert "a second Ctrl-C ends them" in line
 
         server.kill()
         wait_until_gone([*forks, *proxies])
