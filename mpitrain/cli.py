@@ -376,7 +376,7 @@ def start_timeout(argv: Sequence[str]) -> float:
     typed = _values_of(argv)
     words = [it for it in typed if it[0] != "--config"]  # they win, so last
     for _, file in reversed([it for it in typed if it[0] == "--config"]):
-        # RecursionError: of a file that nests too deep.
+        # RecursionError: of a file with too many levels.
         with contextlib.suppress(UsageError, RecursionError):
             of_file = read_flag_file(Path(file), "lr: 0.1", as_words=True)
             flags = words_of({str(k): v for k, v in of_file.items()})

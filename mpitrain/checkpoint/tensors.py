@@ -328,7 +328,7 @@ def load_stage(reader: CheckpointReader, engine: Engine, *, is_own: bool) -> Non
     """Load the averages, loss scale and optimizers of a stage, if it is the same.
 
     Of another run, ``is_own`` false, the optimizers if they are alike. Then what the
-    script has set in their groups stays, and its schedulers are placed here.
+    script has set in their groups stays, and its schedulers step to this place.
     """
     found, stage = reader.metadata["trainer"], engine.stage
     if (found["stage"], found.get("trainable")) != (stage.name, stage.trainable):
@@ -364,7 +364,7 @@ def load_stage(reader: CheckpointReader, engine: Engine, *, is_own: bool) -> Non
             _load_schedule(it, of_one, has_groups=bool(optimizer.form or it.scheduler))
             continue
         num = steps_done if it.interval == "step" else epochs_done
-        it.place_scheduler(num, reader.checkpoint.path)
+        it.fast_forward_scheduler(num, reader.checkpoint.path)
         if of_one is not None and of_one["groups"]:
             changed = _take_progress(it, of_one)
             # Of the configured one the configuration tells.

@@ -189,7 +189,7 @@ def _has_length(samples: Any) -> bool:
     """Whether a stream knows how long it is, by ``__len__``."""
     try:
         return len(samples.dataset) >= 0
-    except (AttributeError, TypeError, NotImplementedError):
+    except (TypeError, NotImplementedError):  # it has none, or torch's that raises
         return False
 
 

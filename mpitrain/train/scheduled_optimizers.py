@@ -164,7 +164,7 @@ class ScheduledOptimizer:
             for group in self.optimizer.param_groups
         ]
 
-    def place_scheduler(self, num: int, path: object) -> None:
+    def fast_forward_scheduler(self, num: int, path: object) -> None:
         """Step a new run's scheduler as often as the training until here has.
 
         The lengths and rates are the new run's, which a state of the run before would
