@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from launcher import Mpi, environment
+from launcher import Mpi, environment, mpirun
 from run_scripts import check_all_done, run, write
 
 EXECUTE = """
@@ -129,17 +130,9 @@ def test_a_rank_of_prterun_is_a_rank_and_its_child_is_none(
     if not prterun.exists():
         pytest.skip("this MPI has no prterun")
     write(tmp_path, BELOW)
-    done = subprocess.run(
-        [
-            *("timeout", "-k", "5", "100", str(prterun), "--allow-run-as-root"),
-            *("--map-by", ":OVERSUBSCRIBE", "-np", "2", sys.executable, "script.py"),
-        ],
-        cwd=tmp_path,
-        env=environment(openmpi),
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("alone: 1") == 2
-    assert done.stdout.count("done ") == 2
+    flags = ("--allow-run-as-root", "--map-by", ":OVERSUBSCRIBE")
+    launcher = replace(openmpi, mpirun=prterun, flags=flags)
+    done = mpirun(launcher, 2, "script.py", cwd=tmp_path)
+    assert done.status == 0, done.out + done.err
+    assert done.out.count("alone: 1") == 2
+    assert done.out.count("done ") == 2
